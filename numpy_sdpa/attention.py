@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from numpy_sdpa import dense
+from numpy_sdpa import blockwise, dense
 from numpy_sdpa._internal.namespace import (
     Array,
     array_namespace,
@@ -288,7 +288,7 @@ def _rounded(residuals: SDPAResiduals) -> Array:
 def _engine(options: Options) -> Any:
     if options.method == "dense":
         return dense
-    raise ValueError('method="blockwise" is not there yet')
+    return blockwise
 
 
 def _dense_only(residuals: SDPAResiduals, function: str) -> Options:
