@@ -20,7 +20,7 @@ inf = math.inf
 def assert_close(got, expected, tolerance):
     """Same shape, and every entry within the tolerance, absolute and relative; infinities are equal."""
     assert numpy.shape(got) == numpy.shape(expected)
-    numpy.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+    numpy.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance, equal_nan=False)
 
 
 # -- the loops and torch ---------------------------------------------------------------------------
@@ -212,6 +212,7 @@ def test_causal_composes_with_a_mask():
     result = loops.forward(column(0, 0), column(0, 0), column(1, 5), mask=[False, True], is_causal=True)
     numpy.testing.assert_array_equal(result.output, column(0, 5))
     numpy.testing.assert_array_equal(result.weights, [[0, 0], [0, 1]])
+    numpy.testing.assert_array_equal(result.logits, [[-inf, -inf], [-inf, 0]])
 
 
 def test_alignment():
@@ -345,8 +346,16 @@ def test_a_row_of_nothing_gives_its_lse_gradient_to_the_sink_alone():
     gradients = loops.backward([[1.0]], *tensors, grad_lse=[0.3], sinks=0.5, mask=[False, False])
     assert gradients.sinks == 0.3
     assert not any(gradient.any() for gradient in gradients[:3])
-    no_sink = loops.backward([[1.0]], *tensors, grad_lse=[0.3], sinks=-inf, mask=[False, False])
+    no_sink = loops.backward([[1.0]], *tensors, grad_lse=[math.nan], sinks=-inf, mask=[False, False])
     assert no_sink.sinks == 0
+
+
+def test_an_infinite_sink_takes_everything():
+    tensors = column(2), column(1, 0), column(1, 5)
+    assert loops.forward(*tensors, sinks=inf).lse == inf
+    gradients = loops.backward([[1.0]], *tensors, grad_lse=[0.3], sinks=inf)
+    assert gradients.sinks == 0.3
+    assert not any(gradient.any() for gradient in gradients[:3])
 
 
 def test_slope_gradient_by_differences():
