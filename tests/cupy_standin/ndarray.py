@@ -318,7 +318,15 @@ def _host_index(array, index):
         check_device(array)
     if not any(item is Ellipsis for item in index):
         index = (*index, Ellipsis)
-    return tuple(calls.unwrap(item) for item in index), selects
+    return tuple(
+        _host_slice(item) if isinstance(item, slice) else calls.unwrap(item) for item in index
+    ), selects
+
+
+def _host_slice(item):
+    """A bound on the device is read back by ``int`` (``_extract_slice_element``, cupy/_core/internal.pyx)."""
+    bounds = (item.start, item.stop, item.step)
+    return slice(*(int(bound) if isinstance(bound, Storage) else bound for bound in bounds))
 
 
 # ---- what goes to a function of the module
