@@ -1,5 +1,35 @@
-"""Scaled dot-product attention and all its derivatives, by hand, in NumPy."""
+"""Scaled dot-product attention and all its derivatives, by hand, in NumPy: the reference to check kernels against.
+
+Start with `numpy_sdpa.plain`, two dozen lines without options; `numpy_sdpa.steps` holds the mathematics of them all.
+"""
 
 from numpy_sdpa._version import __version__
+from numpy_sdpa.attention import (
+    attention,
+    scaled_dot_product_attention,
+    sdpa_backward,
+    sdpa_double_backward,
+    sdpa_forward,
+    sdpa_jvp,
+)
+from numpy_sdpa.heads import merge_heads, split_heads
+from numpy_sdpa.jacobians import attention_jacobian, softmax_jacobian
+from numpy_sdpa.residuals import SDPADoubleGradients, SDPAGradients, SDPAResiduals, SDPATangents
 
-__all__ = ["__version__"]
+__all__ = [
+    "SDPADoubleGradients",
+    "SDPAGradients",
+    "SDPAResiduals",
+    "SDPATangents",
+    "__version__",
+    "attention",
+    "attention_jacobian",
+    "merge_heads",
+    "scaled_dot_product_attention",
+    "sdpa_backward",
+    "sdpa_double_backward",
+    "sdpa_forward",
+    "sdpa_jvp",
+    "softmax_jacobian",
+    "split_heads",
+]

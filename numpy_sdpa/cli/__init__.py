@@ -1,0 +1,44 @@
+"""The command line: ``numpy-sdpa COMMAND``, the same as ``python -m numpy_sdpa COMMAND``.
+
+Exit codes: 0 right, 1 wrong, 2 bad usage or unreadable input, which gets one line and no traceback.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from numpy_sdpa._version import __version__
+
+# Each is a module of this package with HELP, add_arguments(parser) and run(arguments) -> exit code.
+COMMANDS = ("info",)
+
+
+class UsageError(Exception):
+    """Bad usage or unreadable input: the message is the one line that the user reads."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except UsageError as error:
+        print(f"numpy-sdpa: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="numpy-sdpa", description="Scaled dot-product attention and all its derivatives, in NumPy."
+    )
+    parser.add_argument("--version", action="version", version=f"numpy-sdpa {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"numpy_sdpa.cli.{name.replace('-', '_')}")
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
