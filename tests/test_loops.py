@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import settings
 
-EVERY = pytest.mark.parametrize(
-    ("family", "case"), fixtures.EVERY, ids=[case.name for _, case in fixtures.EVERY]
-)
+EVERY = pytest.mark.parametrize(("family", "case"), fixtures.EVERY, ids=[case.name for _, case in fixtures.EVERY])
 
 inf = math.inf
 
@@ -40,9 +38,7 @@ def test_forward_agrees_with_torch(family, case):
 def test_backward_agrees_with_torch(family, case):
     fixture = fixtures.get(family, case)
     query, key, value, options, upstream = fixture.inputs
-    gradients = loops.backward(
-        upstream.get("grad_output"), query, key, value, **without_output(upstream), **options
-    )
+    gradients = loops.backward(upstream.get("grad_output"), query, key, value, **without_output(upstream), **options)
     assert given(gradients) == set(fixture.gradients)
     for name, expected in fixture.gradients.items():
         assert_close(getattr(gradients, name), expected, 1e-11)
@@ -146,12 +142,8 @@ def test_backward_is_the_adjoint_of_the_jvp(case):
     assert "query_offset" not in options or options.get("alignment") != "lower_right"
     directions = cases.directions(case)
     tangents = loops.jvp(directions, query, key, value, **options)
-    gradients = loops.backward(
-        upstream.get("grad_output"), query, key, value, **without_output(upstream), **options
-    )
-    forward = sum(
-        numpy.vdot(v, getattr(tangents, name.removeprefix("grad_"))) for name, v in upstream.items()
-    )
+    gradients = loops.backward(upstream.get("grad_output"), query, key, value, **without_output(upstream), **options)
+    forward = sum(numpy.vdot(v, getattr(tangents, name.removeprefix("grad_"))) for name, v in upstream.items())
     reverse = sum(numpy.vdot(getattr(gradients, name), u) for name, u in directions.items())
     scale = sum(numpy.vdot(abs(getattr(gradients, name)), abs(u)) for name, u in directions.items())
     assert abs(forward - reverse) <= 1e-13 * (1 + scale)
@@ -289,9 +281,7 @@ def test_all_ranks_agree():
     for rank in (3, 4, 5, 6):
         lead = (1,) * (rank - 2)
         arrays = [array.reshape(lead + array.shape) for array in (query, key, value)]
-        numpy.testing.assert_array_equal(
-            loops.forward(*arrays).output, expected.reshape(lead + expected.shape)
-        )
+        numpy.testing.assert_array_equal(loops.forward(*arrays).output, expected.reshape(lead + expected.shape))
 
 
 def test_grouped_heads_are_repeated_heads():
