@@ -6,7 +6,7 @@ Everything is kept, so that it can be looked at. The forward's lines are numbere
 from typing import NamedTuple
 
 from numpy_sdpa import chain, steps
-from numpy_sdpa._internal.namespace import Array, Namespace
+from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Inputs, Options
 from numpy_sdpa.chain import Differentiable, View
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
@@ -89,8 +89,8 @@ def double_backward(
 ) -> tuple[Differentiable, Tangents]:
     """The change of `backward` along `directions` with `upstream` held, and the change of the forward.
 
-    These are the gradients of ⟨directions, backward(upstream)⟩ with respect to the inputs and to `upstream`: the first since
-    second derivatives are symmetric, the second since ⟨directions, backward(upstream)⟩ = ⟨upstream, jvp(directions)⟩.
+    These are the gradients of ⟨directions, backward(upstream)⟩ with respect to the inputs and to `upstream`: the first
+    since second derivatives are symmetric, the second since it is ⟨upstream, jvp(directions)⟩.
     """
     xp = residuals.options.xp
     operands, view = _prepare(residuals, residuals.options)
@@ -119,7 +119,8 @@ def _reaching(upstream: Upstream, residuals: SDPAResiduals, view: View) -> tuple
     """Upstream gradients of output, lse (…, L, 1) and weights: zeros for None, and 0 where they reach nothing."""
     xp, visible = view.xp, view.visible
     lse = residuals.lse[..., None]
-    grad_output, grad_lse, grad_weights = xp.zeros_like(residuals.output), xp.zeros_like(lse), xp.zeros_like(residuals.weights)
+    grad_output, grad_lse = xp.zeros_like(residuals.output), xp.zeros_like(lse)
+    grad_weights = xp.zeros_like(residuals.weights)
     if upstream.output is not None:
         grad_output = chain.rows_that_see(xp, upstream.output, visible)
     if upstream.lse is not None:

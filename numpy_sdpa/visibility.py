@@ -1,6 +1,6 @@
 """Who may attend to whom: "may query i see key j" for any tile of the L × S plane, and where query i stands.
 
-Every rule that hides a position is here and only here, so that it cannot mean one thing forward and another backward.
+Every rule that hides a position is here and only here: it cannot mean one thing forward and another backward.
 A rule answers for a tile with a bool array that broadcasts to it, or with None where it hides nothing there.
 """
 
@@ -69,10 +69,9 @@ def _rules(options: Options, tile: Tile, bias: Array | None) -> Iterator[Array]:
         yield rows[:, None] < options.query_lengths
     if not _within(tile.columns, options.key_lengths):
         yield key_positions(options, tile.columns) < options.key_lengths
-    if options.query_segments is not None:
-        queries, keys = segments_in(options, tile)
-        if not _is_one_id(options, queries, keys):
-            yield queries == keys
+    segments = segments_in(options, tile)
+    if segments is not None and not _is_one_id(options, *segments):
+        yield segments[0] == segments[1]
 
 
 def _within(part: slice, lengths: Any) -> bool:
@@ -80,20 +79,22 @@ def _within(part: slice, lengths: Any) -> bool:
     return lengths is None or (isinstance(lengths, int) and part.stop <= lengths)
 
 
-def segments_in(options: Options, tile: Tile) -> tuple[Array, Array]:
+def segments_in(options: Options, tile: Tile) -> tuple[Array, Array] | None:
     """The tile's segment ids of queries, (…, rows, 1), and of keys, (…, 1, columns)."""
+    if options.query_segments is None or options.key_segments is None:
+        return None
     return options.query_segments[..., tile.rows, :], options.key_segments[..., tile.columns]
 
 
 def _is_one_id(options: Options, queries: Array, keys: Array) -> bool:
-    """Whether the tile lies within one segment. Asked of NumPy only: elsewhere looking at values costs more than a mask."""
-    if options.xp is not np or queries.size == 0 or keys.size == 0:
+    """Whether the tile lies within one segment. Asked of NumPy only: elsewhere a look at values costs more than a mask."""
+    if options.xp is not np or 0 in (*queries.shape, *keys.shape):
         return False
     return bool(queries.min() == queries.max() == keys.min() == keys.max())
 
 
 def visible_part(options: Options, tile: Tile) -> Tile | None:
-    """The smallest rectangle of the tile outside of which band and lengths hide everything; None where nobody sees anything.
+    """A part of the tile outside of which band and lengths hide everything; None where nobody sees anything.
 
     Only what is known on the host is asked: an offset or lengths that differ within the batch cut nothing off here, and
     hide what they hide in `visible_in`. So does a mask.
@@ -120,10 +121,11 @@ def visible_part(options: Options, tile: Tile) -> Tile | None:
 
 def _are_strangers(options: Options, tile: Tile) -> bool:
     """Whether the ranges of the tile's segment ids do not even overlap. Asked of NumPy only."""
-    if options.query_segments is None or options.xp is not np:
+    segments = segments_in(options, tile)
+    if segments is None or options.xp is not np:
         return False
-    queries, keys = segments_in(options, tile)
-    return bool(queries.max() < keys.min() or keys.max() < queries.min()) if queries.size and keys.size else False
+    queries, keys = segments
+    return bool(queries.max() < keys.min() or keys.max() < queries.min())
 
 
 def band_edges(options: Options) -> tuple[int | None, int | None]:

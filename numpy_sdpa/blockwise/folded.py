@@ -23,7 +23,6 @@ from numpy_sdpa._internal.options import Options
 from numpy_sdpa.blockwise.running import Partial
 from numpy_sdpa.blockwise.workers import Buffers
 from numpy_sdpa.chain import Differentiable
-from numpy_sdpa.visibility import Tile
 
 # exp(±40) = 2·10^±17 leaves 20 decades of float32 on both sides for the length of a row, for values and for gradients, and a score of
 # 40 is still rounded to 2·10⁻⁶. Of the real model's heads that are shipped here, all but one in 24 stay below.
@@ -66,13 +65,13 @@ def largest_norm(array: Array, dtype: DType) -> float:
 
 def fold_rows(array: Array, out: np.ndarray) -> np.ndarray:
     """(heads, rows, X) into (rows · heads, X): the heads of a row are neighbours, so a range of rows is one range."""
-    np.copyto(out.reshape(array.shape[1], array.shape[0], -1), array.swapaxes(0, 1), casting="same_kind")
+    np.copyto(unfold_rows(out, array.shape[0]), array, casting="same_kind")
     return out
 
 
 def unfold_rows(folded: np.ndarray, heads: int) -> np.ndarray:
     """(rows · heads, X) as (heads, rows, X)."""
-    return folded.reshape(-1, heads, folded.shape[-1]).swapaxes(0, 1)
+    return folded.reshape(len(folded) // heads, heads, folded.shape[-1]).swapaxes(0, 1)
 
 
 def _product_operand(array: Array, dtype: DType, name: str, buffers: Buffers) -> np.ndarray:
@@ -89,7 +88,7 @@ def _hide(tile: np.ndarray, visible: Array | None, heads: int) -> None:
     if visible is None:
         return
     by_row = visible.swapaxes(0, 1) if visible.ndim == 3 else visible[:, None, :]
-    unfolded = tile.reshape(-1, heads, tile.shape[-1])
+    unfolded = tile.reshape(len(tile) // heads, heads, tile.shape[-1])
     np.multiply(unfolded, by_row, out=unfolded)
 
 
@@ -147,7 +146,14 @@ class BackwardRows:
     """A block of query rows: the gradients that each tile of it gives."""
 
     def __init__(
-        self, query: Array, scale: Array, grad_output: Array, row_shift: Array, row_sum: Array, row_term: Array, buffers: Buffers
+        self,
+        query: Array,
+        scale: Array,
+        grad_output: Array,
+        row_shift: Array,
+        row_sum: Array,
+        row_term: Array,
+        buffers: Buffers,
     ) -> None:
         """Arrays (heads, rows, X); the row's numbers (heads, rows, 1). `row_term` is D − g_lse."""
         self._heads, rows, size = query.shape
@@ -166,7 +172,9 @@ class BackwardRows:
         self._grad_query = buffers.take("grad query", (count, size), dtype)
         self._grad_query[:] = 0
 
-    def add(self, rows: slice, visible: Array | None, columns: Columns, part: slice, grad_key: Array, grad_value: Array) -> None:
+    def add(
+        self, rows: slice, visible: Array | None, columns: Columns, part: slice, grad_key: Array, grad_value: Array
+    ) -> None:
         """`rows` counts from the block's first, `part` from the columns' first; the gradients (columns, X) are added to."""
         take, dtype = self._buffers.take, self._dtype
         folded = _folded_range(rows, self._heads)
@@ -192,10 +200,12 @@ class BackwardRows:
         return unfold_rows(self._grad_query, self._heads), grad_scale
 
 
-def backward_is_safe(query: Array, scale: Array, grad_output: Array, row_shift: Array, row_sum: Array, norms: Norms) -> bool:
+def backward_is_safe(
+    query: Array, scale: Array, grad_output: Array, row_shift: Array, row_sum: Array, norms: Norms
+) -> bool:
     """Whether a block of rows may be folded backward. Arrays (heads, rows, X) and (heads, rows)."""
     scaled = np.multiply(query, scale, dtype=scale.dtype)
-    if not _is_safe(scaled.reshape(-1, scaled.shape[-1]), norms):
+    if not _is_safe(scaled.reshape(math.prod(scaled.shape[:-1]), scaled.shape[-1]), norms):
         return False
     largest = np.abs(grad_output).max(axis=-1, initial=0)
     usable = (largest == 0) | ((largest >= SMALLEST_GRADIENT) & (largest <= LARGEST_GRADIENT))

@@ -51,9 +51,7 @@ def join(xp: Namespace, a: Partial, b: Partial) -> Partial:
     """Attention over the keys of both: each part brought to the larger of the two shifts."""
     row_shift = xp.maximum(a.row_shift, b.row_shift)
     factor_a, factor_b = (_factor(xp, part.row_shift, row_shift) for part in (a, b))
-    return Partial(
-        a.sums * factor_a + b.sums * factor_b, a.row_sum * factor_a + b.row_sum * factor_b, row_shift
-    )
+    return Partial(a.sums * factor_a + b.sums * factor_b, a.row_sum * factor_a + b.row_sum * factor_b, row_shift)
 
 
 def _factor(xp: Namespace, part_shift: Array, row_shift: Array) -> Array:
@@ -82,4 +80,3 @@ def backward_of_tile(
     grad_logits = steps.softmax_logits_backward(grads.weights, weights, row_term)
     # 1
     return TileGradients(chain.logits_backward(grad_logits, stages.scores, operands, view), grads.value)
-

@@ -60,9 +60,9 @@ def part_of_plane(array: Array, index: Index) -> Array:
     if array.ndim <= 2 or not index:
         return array
     leading = zip(index, array.shape[:-2], strict=True)
-    return array[tuple(
-        place if size != 1 else (slice(None) if isinstance(place, slice) else 0) for place, size in leading
-    )]
+    return array[
+        tuple(place if size != 1 else (slice(None) if isinstance(place, slice) else 0) for place, size in leading)
+    ]
 
 
 def slabs_of(options: Options) -> list[Slab]:

@@ -41,8 +41,8 @@ def _default_size(options: Options) -> tuple[int, int]:
 
 
 def has_few_rows(options: Options) -> bool:
-    """Rows of all heads that share a key head are rows of one tile."""
-    return math.prod(options.plane[:-1]) <= _FEW_ROWS
+    """Whether a slab is a decoder's: its rows, of all heads that share a key head, are rows of one tile."""
+    return options.block_size is None and math.prod(options.plane[:-1]) <= _FEW_ROWS
 
 
 def _cut(length: int, size: int) -> list[slice]:
