@@ -131,6 +131,4 @@ def _reaching(upstream: Upstream, residuals: SDPAResiduals, view: View) -> tuple
 
 
 def _sink_weight(residuals: SDPAResiduals, sinks: Array | None) -> Array | None:
-    return steps.sink_weight(
-        residuals.options.xp, sinks, residuals.row_shift[..., None], residuals.row_sum[..., None]
-    )
+    return steps.sink_weight(residuals.options.xp, sinks, residuals.row_shift[..., None], residuals.row_sum[..., None])

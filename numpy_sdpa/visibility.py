@@ -87,7 +87,7 @@ def segments_in(options: Options, tile: Tile) -> tuple[Array, Array] | None:
 
 
 def _is_one_id(options: Options, queries: Array, keys: Array) -> bool:
-    """Whether the tile lies within one segment. Asked of NumPy only: elsewhere a look at values costs more than a mask."""
+    """Whether the tile lies within one segment. Asked of NumPy only: elsewhere a look costs more than a mask."""
     if options.xp is not np or 0 in (*queries.shape, *keys.shape):
         return False
     return bool(queries.min() == queries.max() == keys.min() == keys.max())

@@ -1,15 +1,15 @@
 """Attention in memory that grows with L · E, not with L · S: the chain on many tiles, joined by a running softmax.
 
-`forward` and `backward` have the form of `dense`'s. What they cut and where is in `slabs` (by head) and `tiles` (along
-queries and keys); a tile runs the steps of the chain (`running`), a plain one their folded form (`folded`); `workers` has
-the threads.
+`forward` and `backward` have the form of `dense`'s. Where they cut is in `slabs` (by head) and `tiles` (along queries
+and keys); a tile runs the steps of the chain (`running`), a plain one their folded form (`folded`); `workers` has the
+threads.
 """
 
 from typing import Any
 
 from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Inputs, Options
-from numpy_sdpa.blockwise.backward import Backward, backward_slabs, sinks_backward
+from numpy_sdpa.blockwise.backward import Backward, backward_slabs
 from numpy_sdpa.blockwise.forward import forward_slabs
 from numpy_sdpa.blockwise.parts import Results, RowStatistics, empty_results, with_leading_axes
 from numpy_sdpa.blockwise.slabs import slabs_of
@@ -52,7 +52,7 @@ def backward_from_rows(arrays: Any, options: Options, grad_output: Array, statis
     Returns
     -------
     Differentiable
-        Without `sinks`, whose gradient belongs to whole rows: `sinks_backward`.
+        Without `sinks`, whose gradient belongs to whole rows.
     """
     run = Backward(slabs_of(options), with_leading_axes(arrays, options), options)
     with blas.single_threaded():

@@ -17,6 +17,7 @@ from numpy_sdpa.blockwise.parts import (
     workers_of,
 )
 from numpy_sdpa.blockwise.progress import Progress
+from numpy_sdpa.blockwise.running import Rows
 from numpy_sdpa.blockwise.slabs import Slab
 from numpy_sdpa.blockwise.tiles import grid_of, in_groups, seen_tiles
 from numpy_sdpa.blockwise.workers import Buffers, blas
@@ -69,8 +70,8 @@ class _SmallGradients(NamedTuple):
 class Backward:
     """One task is a group of column blocks, of one slab: it alone adds to the gradients of its keys and values.
 
-    The tasks of a slab take turns at the gradient of each block of queries. A bias that several slabs share is met by one
-    task in all of them.
+    The tasks of a slab take turns at the gradient of each block of queries. A bias that several slabs share is met by
+    one task in all of them.
     """
 
     def __init__(self, slabs: list[Slab], arrays: Differentiable, options: Options) -> None:
@@ -153,12 +154,8 @@ class Backward:
         norms = norms_of_slab(slab.options, inputs)
         if norms is None:
             return [False] * len(grid.row_blocks)
-        grad_output = slab.queries(self._grad_output)
-        row_shift, row_sum, _ = (slab.rows(array) for array in self._statistics)
         return [
-            folded.backward_is_safe(
-                inputs.query[:, rows], inputs.scale, grad_output[:, rows], row_shift[:, rows], row_sum[:, rows], norms
-            )
+            folded.backward_is_safe(inputs.query[:, rows], inputs.scale, self._rows_of(number, rows), norms)
             for rows in grid.row_blocks
         ]
 
@@ -228,10 +225,7 @@ class Backward:
         buffers: Buffers,
     ) -> Array:
         inputs = self._inputs[number]
-        grad_output, row_shift, row_sum, row_term = self._rows_of(number, rows)
-        block = folded.BackwardRows(
-            inputs.query[:, rows], inputs.scale, grad_output, row_shift, row_sum, row_term, buffers
-        )
+        block = folded.BackwardRows(inputs.query[:, rows], inputs.scale, self._rows_of(number, rows), buffers)
         for tile, visible in tiles:
             part = counted_from(tile.columns, columns)
             block.add(counted_from(tile.rows, rows), visible, plain, part, keys.key[0, part], keys.value[0, part])
@@ -254,7 +248,7 @@ class Backward:
         for tile, visible in tiles:
             operands, view = operands_of_tile(slab.options, inputs, tile, visible)
             part, part_of_columns = counted_from(tile.rows, rows), counted_from(tile.columns, columns)
-            grads, grad_value = running.backward_of_tile(*(array[..., part, :] for array in of_rows), operands, view)
+            grads, grad_value = running.backward_of_tile(of_rows.part(part), operands, view)
             grad_query[..., part, :] += grads.query
             keys.key[..., part_of_columns, :] += grads.key
             keys.value[..., part_of_columns, :] += sum_to_shape(
@@ -271,11 +265,10 @@ class Backward:
                 target += sum_to_shape(xp, grads.bias, target.shape)
         return grad_query
 
-    def _rows_of(self, number: int, rows: slice) -> tuple[Array, ...]:
-        """grad_output, row_shift, row_sum and row_term of a block of rows, (heads, rows, X)."""
+    def _rows_of(self, number: int, rows: slice) -> Rows:
         slab = self._slabs[number]
         numbers = (slab.rows(array)[..., rows, None] for array in self._statistics)
-        return slab.queries(self._grad_output)[..., rows, :], *numbers
+        return Rows(slab.queries(self._grad_output)[..., rows, :], *numbers)
 
     def _with_small(self, tasks: list[_SmallGradients]) -> Differentiable:
         """Add up, task by task, what every tile had a part in."""

@@ -1,16 +1,16 @@
 """The plain tile, with every pass that can be folded into a matrix product folded into it.
 
-Without softcap, ALiBi, bias and dropout, and with finite numbers, a tile costs its matrix products, one exp and, backward, one
-multiplication. It is the steps of the chain in another arrangement:
+Without softcap, ALiBi, bias and dropout, and with finite numbers, a tile costs its matrix products, one exp and,
+backward, one multiplication. It is the steps of the chain in another arrangement:
 
-- the scale is multiplied into the rows of Q, the query heads that share a key head are rows of one matrix;
-- the row shift is 0: by Cauchy and Schwarz no score exceeds c |q| max |k|, and where that bound is small, exp can neither overflow nor
-  lose a row; blocks of rows where it is not small take the steps with a running maximum instead;
+- the scale is multiplied into the rows of Q, and the query heads that share a key head are rows of one matrix;
+- the row shift is 0: by Cauchy and Schwarz no score exceeds c |q| max |k|, and where that bound is small, exp can
+  neither overflow nor lose a row. Blocks of rows where it is not small take the steps, with a running maximum;
 - a mask is multiplied in after exp: with finite numbers this selects;
-- backward, 1 / row_sum is multiplied into the rows of gO, and D is one more column: gO' = gO / row_sum and [gO', −D / row_sum] [V, 1]ᵀ =
-  (gP − D) / row_sum, so that one product with exp(S) gives gS.
+- backward, 1 / row_sum is multiplied into the rows of gO, and D is one more column of them:
+  [gO, −D] / row_sum · [V, 1]ᵀ = (gP − D) / row_sum, whose product with exp(S) is gS.
 
-The sums over keys are products with a column of ones: BLAS sums three times as fast as a reduction.
+Sums over keys are products with a column of ones, which BLAS does three times as fast as a reduction.
 """
 
 import math
@@ -20,14 +20,15 @@ import numpy as np
 
 from numpy_sdpa._internal.namespace import Array, DType
 from numpy_sdpa._internal.options import Options
-from numpy_sdpa.blockwise.running import Partial
+from numpy_sdpa.blockwise.running import Partial, Rows
 from numpy_sdpa.blockwise.workers import Buffers
 from numpy_sdpa.chain import Differentiable
 
-# exp(±40) = 2·10^±17 leaves 20 decades of float32 on both sides for the length of a row, for values and for gradients, and a score of
-# 40 is still rounded to 2·10⁻⁶. Of the real model's heads that are shipped here, all but one in 24 stay below.
+# exp(±40) = 2·10^±17 leaves 20 decades of float32 on both sides for the length of a row, for values and for gradients;
+# a score of 40 is still rounded to 2·10⁻⁶. Of 24 heads of a trained encoder (`data`), one goes beyond.
 LARGEST_SCORE = 40.0
-# What values and upstream gradients may be, so that products with exp(±40) and sums of 10⁵ of them stay normal float32 numbers.
+# What values and upstream gradients may be, so that their products with exp(±40) and sums of 10⁵ of those stay normal
+# float32 numbers.
 LARGEST_VALUE, SMALLEST_GRADIENT, LARGEST_GRADIENT = 1e15, 1e-12, 1e12
 # How many keys are measured at once: a copy of that many, in the compute dtype, stays in cache.
 _NORM_BLOCK = 1024
@@ -145,37 +146,27 @@ class Columns:
 class BackwardRows:
     """A block of query rows: the gradients that each tile of it gives."""
 
-    def __init__(
-        self,
-        query: Array,
-        scale: Array,
-        grad_output: Array,
-        row_shift: Array,
-        row_sum: Array,
-        row_term: Array,
-        buffers: Buffers,
-    ) -> None:
-        """Arrays (heads, rows, X); the row's numbers (heads, rows, 1). `row_term` is D − g_lse."""
-        self._heads, rows, size = query.shape
+    def __init__(self, query: Array, scale: Array, rows: Rows, buffers: Buffers) -> None:
+        self._heads, length, size = query.shape
         self._scale = scale
         self._dtype = dtype = scale.dtype
         self._buffers = buffers
-        count = self._heads * rows
+        count = self._heads * length
         self._query = fold_rows(query, buffers.take("query", (count, size), dtype))
         self._scaled_query = np.multiply(self._query, scale, out=buffers.take("scaled query", (count, size), dtype))
-        # 0 where the row sees nothing
-        factor = np.where(row_sum == 0, 0, np.exp(-row_shift) / np.where(row_sum == 0, 1, row_sum))
-        self._upstream = buffers.take("upstream", (count, grad_output.shape[-1] + 1), dtype)
+        self._upstream = buffers.take("upstream", (count, rows.grad_output.shape[-1] + 1), dtype)
         upstream = unfold_rows(self._upstream, self._heads)
-        np.multiply(grad_output, factor, out=upstream[..., :-1])
-        np.multiply(row_term, -factor, out=upstream[..., -1:])
+        empty = rows.row_sum == 0  # sees nothing: gives nothing
+        factor = np.where(empty, 0, np.exp(-rows.row_shift) / np.where(empty, 1, rows.row_sum))
+        np.multiply(rows.grad_output, factor, out=upstream[..., :-1])
+        np.multiply(rows.row_term, -factor, out=upstream[..., -1:])
         self._grad_query = buffers.take("grad query", (count, size), dtype)
         self._grad_query[:] = 0
 
     def add(
         self, rows: slice, visible: Array | None, columns: Columns, part: slice, grad_key: Array, grad_value: Array
     ) -> None:
-        """`rows` counts from the block's first, `part` from the columns' first; the gradients (columns, X) are added to."""
+        """Add to the gradients (columns, X). `rows` counts from the block's first, `part` from the columns' first."""
         take, dtype = self._buffers.take, self._dtype
         folded = _folded_range(rows, self._heads)
         query, upstream, grad_query = self._scaled_query[folded], self._upstream[folded], self._grad_query[folded]
@@ -200,16 +191,14 @@ class BackwardRows:
         return unfold_rows(self._grad_query, self._heads), grad_scale
 
 
-def backward_is_safe(
-    query: Array, scale: Array, grad_output: Array, row_shift: Array, row_sum: Array, norms: Norms
-) -> bool:
-    """Whether a block of rows may be folded backward. Arrays (heads, rows, X) and (heads, rows)."""
+def backward_is_safe(query: Array, scale: Array, rows: Rows, norms: Norms) -> bool:
+    """Whether a block of rows may be folded backward."""
     scaled = np.multiply(query, scale, dtype=scale.dtype)
     if not _is_safe(scaled.reshape(math.prod(scaled.shape[:-1]), scaled.shape[-1]), norms):
         return False
-    largest = np.abs(grad_output).max(axis=-1, initial=0)
+    largest = np.abs(rows.grad_output).max(axis=-1, initial=0)
     usable = (largest == 0) | ((largest >= SMALLEST_GRADIENT) & (largest <= LARGEST_GRADIENT))
-    return bool(usable.all() and not np.isnan(row_shift).any() and np.isfinite(row_sum).all())
+    return bool(usable.all() and not np.isnan(rows.row_shift).any() and np.isfinite(rows.row_sum).all())
 
 
 def _is_safe(scaled_query: np.ndarray, norms: Norms) -> bool:

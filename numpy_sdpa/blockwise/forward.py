@@ -9,7 +9,6 @@ from numpy_sdpa.blockwise import folded, running
 from numpy_sdpa.blockwise.parts import (
     Results,
     counted_from,
-    empty_results,
     inputs_of_slab,
     norms_of_slab,
     operands_of_tile,
@@ -22,8 +21,8 @@ from numpy_sdpa.blockwise.tiles import grid_of, in_groups, seen_tiles
 from numpy_sdpa.blockwise.workers import Buffers, blas
 from numpy_sdpa.chain import Differentiable
 
-# With fewer blocks of rows than this, long rows are cut too, so that there is work for as many threads; each piece has at
-# least so many tiles, to be worth a join.
+# With fewer blocks of rows than this, long rows are cut too, so that there is work for as many threads; each piece
+# has at least so many tiles, to be worth a join.
 _FEW_TASKS, _TILES_A_PIECE = 16, 2
 
 
@@ -131,12 +130,7 @@ def _folded_rows(
 def _running_rows(slab: Slab, inputs: Differentiable, task: _RowTask, options: Options) -> Partial:
     xp = options.xp
     rows = (*inputs.query.shape[:-2], task.rows.stop - task.rows.start)
-    empty = empty_results(options, rows, inputs.value.shape[-1])
-    partial = Partial(
-        xp.zeros_like(empty.output),
-        xp.zeros_like(empty.row_sum)[..., None],
-        xp.full_like(empty.row_shift, -xp.inf)[..., None],
-    )
+    partial = running.nothing(options, rows, inputs.value.shape[-1])
     for tile, visible in seen_tiles(slab.options, task.rows, task.column_blocks, inputs.bias):
         operands, view = operands_of_tile(slab.options, inputs, tile, visible)
         part = (..., counted_from(tile.rows, task.rows), slice(None))

@@ -8,6 +8,7 @@ from numpy_sdpa import chain
 from numpy_sdpa._internal.namespace import Array, astype, computing
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa.blockwise import folded
+from numpy_sdpa.blockwise.running import shift_dtype
 from numpy_sdpa.blockwise.slabs import Slab
 from numpy_sdpa.blockwise.tiles import has_few_rows
 from numpy_sdpa.blockwise.workers import Workers, default_workers
@@ -50,10 +51,9 @@ def with_leading_axes(arrays: Any, options: Options) -> Differentiable:
 
 def empty_results(options: Options, rows: tuple[int, ...], value_size: int) -> Results:
     xp, dtype = options.xp, options.compute_dtype
-    shift_dtype = np.zeros((), dtype).real.dtype  # a shift is real, also of complex logits
     return Results(
         output=xp.empty((*rows, value_size), dtype=dtype),
-        row_shift=xp.empty(rows, dtype=shift_dtype),
+        row_shift=xp.empty(rows, dtype=shift_dtype(options)),
         row_sum=xp.empty(rows, dtype=dtype),
         lse=xp.empty(rows, dtype=dtype),
     )

@@ -7,7 +7,8 @@ arXiv:1805.02867; T. Dao et al., "FlashAttention", 2022, arXiv:2205.14135.
 from typing import NamedTuple
 
 from numpy_sdpa import chain, steps
-from numpy_sdpa._internal.namespace import Array, Namespace
+from numpy_sdpa._internal.namespace import Array, DType, Namespace
+from numpy_sdpa._internal.options import Options
 from numpy_sdpa.chain import Differentiable, View
 
 
@@ -22,9 +23,36 @@ class Partial(NamedTuple):
     row_shift: Array  # (…, rows, 1)
 
 
+class Rows(NamedTuple):
+    """What the backward must know of a block of query rows."""
+
+    grad_output: Array  # (…, rows, Ev)
+    row_shift: Array  # (…, rows, 1)
+    row_sum: Array  # (…, rows, 1)
+    row_term: Array  # (…, rows, 1): D − g_lse, D = Σ gO ∘ O
+
+    def part(self, rows: slice) -> "Rows":
+        return Rows(*(array[..., rows, :] for array in self))
+
+
 class TileGradients(NamedTuple):
     inputs: Differentiable  # query, key, bias (the tile's), slopes, scale and softcap
     value: Array
+
+
+def nothing(options: Options, rows: tuple[int, ...], value_size: int) -> Partial:
+    """Attention over no keys."""
+    xp, dtype = options.xp, options.compute_dtype
+    return Partial(
+        sums=xp.zeros((*rows, value_size), dtype=dtype),
+        row_sum=xp.zeros((*rows, 1), dtype=dtype),
+        row_shift=xp.full((*rows, 1), -xp.inf, dtype=shift_dtype(options)),
+    )
+
+
+def shift_dtype(options: Options) -> DType:
+    """A shift is real, also of complex logits."""
+    return options.xp.zeros((), dtype=options.compute_dtype).real.dtype
 
 
 def of_tile(operands: Differentiable, view: View) -> Partial:
@@ -63,20 +91,18 @@ def _finite_shift(xp: Namespace, row_shift: Array) -> Array:
     return xp.where(row_shift == -xp.inf, 0, row_shift)
 
 
-def backward_of_tile(
-    grad_output: Array, row_shift: Array, row_sum: Array, row_term: Array, operands: Differentiable, view: View
-) -> TileGradients:
+def backward_of_tile(rows: Rows, operands: Differentiable, view: View) -> TileGradients:
     """The chain's backward for one tile, from what is known of the whole rows.
 
-    The weights are rebuilt with the shift of the forward and divided by its sum: exp(Z − lse) would lose digits with the size
-    of the logits. `row_term` is D − g_lse.
+    The weights are rebuilt with the shift of the forward and divided by its sum: exp(Z − lse) would lose digits with
+    the size of the logits.
     """
     xp = view.xp
     stages = chain.logits_forward(operands, view)  # 1
-    weights = steps.softmax_weights(xp, xp.exp(stages.logits - row_shift), row_sum, view.visible)  # 2
+    weights = steps.softmax_weights(xp, xp.exp(stages.logits - rows.row_shift), rows.row_sum, view.visible)  # 2
     # 3
-    grads = chain.output_backward(grad_output, weights, operands.value, view)
+    grads = chain.output_backward(rows.grad_output, weights, operands.value, view)
     # 2
-    grad_logits = steps.softmax_logits_backward(grads.weights, weights, row_term)
+    grad_logits = steps.softmax_logits_backward(grads.weights, weights, rows.row_term)
     # 1
     return TileGradients(chain.logits_backward(grad_logits, stages.scores, operands, view), grads.value)

@@ -1,8 +1,8 @@
 """A call cut into slabs: the parts that share no key head, each a small attention of its own.
 
 On the CPU a slab is one key head with the query heads that share it, so that threads have something to divide and a
-head's tiles stay in cache; on a GPU it is the whole call, so that one launch does all heads. A packed sequence is a slab
-too (`varlen`). A slab only says where its arrays are: it hands out views.
+head's tiles stay in cache; on a GPU it is the whole call, so that one launch does all heads. A head of a packed
+sequence is one too (`varlen`). A slab only says where its arrays are: it hands out views.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ Index = tuple[Any, ...]
 class Slab(NamedTuple):
     """Where one part of a call lies in the call's arrays, and what holds in it.
 
-    `options.plane` is the slab's own (heads, L, S); `options.offset` and the lengths are ints where one number holds for all
-    of it.
+    `options.plane` is the slab's own (heads, L, S); `options.offset` and the lengths are ints where one number holds
+    for all of it.
     """
 
     options: Options
@@ -42,7 +42,7 @@ class Slab(NamedTuple):
         """(heads, L) of lse and its like, (B…, Hq, L); packed (Hq, tokens)."""
         return array[self.query_index[::-1] if self.packed else self.query_index]
 
-    def per_head(self, array: Array | None) -> Array | None:
+    def per_head(self, array: Any) -> Any:
         """(heads,) of sinks or slopes, (Hq,) or (B…, Hq)."""
         return None if array is None else array[self.head_index[-array.ndim :]]
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Options
+from numpy_sdpa.chain import tile_of_bias
 from numpy_sdpa.visibility import Tile, visible_in, visible_part
 
-# 512 × 256 float32 scores fill half a MiB, the second-level cache of a core: measured fastest forward and backward among
-# 64 … 1024 rows and 128 … 512 columns (docs/performance.md).
+# 512 × 256 float32 scores fill half a MiB, the second-level cache of a core: measured fastest forward and backward
+# among 64 … 1024 rows and 128 … 512 columns (docs/performance.md).
 _ROWS, _COLUMNS = 512, 256
 # Few rows (decoding): the tile is longer, so that a call per tile costs little beside reading the keys.
 _FEW_ROWS, _MANY_COLUMNS = 64, 2048
@@ -58,8 +59,6 @@ def seen_tiles(
     options: Options, rows: slice, column_blocks: list[slice], bias: Array | None
 ) -> Iterator[tuple[Tile, Array | None]]:
     """The parts of a row of tiles where some query sees some key, each with what is visible (None: everything)."""
-    from numpy_sdpa.chain import tile_of_bias
-
     for columns in column_blocks:
         tile = visible_part(options, Tile(rows, columns))
         if tile is None:

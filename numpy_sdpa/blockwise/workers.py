@@ -46,7 +46,8 @@ class Buffers:
 class InOrder:
     """Contributions to a shared place take turns 0, 1, 2 …, whoever computes them: sums then round the same every time.
 
-    A task may wait only for tasks that stand before it in the list; the first unfinished one never waits, so none waits for ever.
+    A task may wait only for tasks that stand before it in the list. The first unfinished one never waits, so none
+    waits for ever.
     """
 
     def __init__(self, stop: threading.Event) -> None:
