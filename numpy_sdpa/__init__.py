@@ -14,22 +14,29 @@ from numpy_sdpa.attention import (
 )
 from numpy_sdpa.heads import merge_heads, split_heads
 from numpy_sdpa.jacobians import attention_jacobian, softmax_jacobian
+from numpy_sdpa.merge import merge_attention, merge_attention_backward
 from numpy_sdpa.residuals import SDPADoubleGradients, SDPAGradients, SDPAResiduals, SDPATangents
+from numpy_sdpa.varlen import SDPAVarlenResiduals, sdpa_varlen_backward, sdpa_varlen_forward
 
 __all__ = [
     "SDPADoubleGradients",
     "SDPAGradients",
     "SDPAResiduals",
     "SDPATangents",
+    "SDPAVarlenResiduals",
     "__version__",
     "attention",
     "attention_jacobian",
+    "merge_attention",
+    "merge_attention_backward",
     "merge_heads",
     "scaled_dot_product_attention",
     "sdpa_backward",
     "sdpa_double_backward",
     "sdpa_forward",
     "sdpa_jvp",
+    "sdpa_varlen_backward",
+    "sdpa_varlen_forward",
     "softmax_jacobian",
     "split_heads",
 ]

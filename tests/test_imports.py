@@ -21,10 +21,9 @@ FLOORS = [
     ["dropout", "residuals"],
     ["steps"],
     ["chain"],
-    ["merge"],
-    ["dense", "blockwise"],
+    ["merge", "dense", "blockwise"],
     ["attention", "heads"],
-    ["jacobians"],
+    ["jacobians", "varlen"],
     ["__init__"],
     ["cli", "__main__"],
 ]

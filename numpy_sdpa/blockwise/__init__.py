@@ -12,7 +12,7 @@ from numpy_sdpa._internal.options import Inputs, Options
 from numpy_sdpa.blockwise.backward import Backward, backward_slabs
 from numpy_sdpa.blockwise.forward import forward_slabs
 from numpy_sdpa.blockwise.parts import Results, RowStatistics, empty_results, with_leading_axes
-from numpy_sdpa.blockwise.slabs import slabs_of
+from numpy_sdpa.blockwise.slabs import Slab, slabs_of
 from numpy_sdpa.blockwise.workers import blas
 from numpy_sdpa.chain import Differentiable
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
@@ -57,3 +57,15 @@ def backward_from_rows(arrays: Any, options: Options, grad_output: Array, statis
     run = Backward(slabs_of(options), with_leading_axes(arrays, options), options)
     with blas.single_threaded():
         return run.gradients(grad_output, statistics)
+
+
+__all__ = [
+    "Results",
+    "RowStatistics",
+    "Slab",
+    "backward",
+    "backward_from_rows",
+    "backward_slabs",
+    "forward",
+    "forward_slabs",
+]
