@@ -23,7 +23,7 @@ FLOORS = [
     ["chain"],
     ["dense"],
     ["attention", "heads"],
-    ["jacobians"],
+    ["jacobians", "verify", "why_scale"],
     ["__init__"],
     ["cli", "__main__"],
 ]

@@ -151,9 +151,12 @@ def resolve(
     arrays = {"query": query, "key": key, "value": value}
     arrays |= {name: given.get(name) for name in ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")}
     number_like = {name: given[name] for name in ("scale", "softcap") if hasattr(given.get(name), "shape")}
-    arrays = {name: from_list(name, array) for name, array in arrays.items()}
+    numbers = {name: array for name, array in arrays.items() if isinstance(array, float)}
+    arrays = {name: from_list(name, array) for name, array in arrays.items() if name not in numbers}
     of_numpy = (np.generic, np.ndarray)  # a NumPy number goes with every module
     xp = array_namespace(arrays | {n: a for n, a in number_like.items() if not isinstance(a, of_numpy)})
+    for name, number in numbers.items():  # a Python number takes the dtype of the arrays
+        arrays[name] = asarray(xp, number, getattr(arrays.get("query"), "dtype", None), arrays.get("query"))
     return _Door(xp, arrays, given).resolve()
 
 
