@@ -61,7 +61,7 @@ def merge_heads(heads: Array) -> Array:
 def _swap_length_and_heads(xp: Any, array: Array) -> Array:
     axes = list(range(array.ndim))
     axes[-3], axes[-2] = axes[-2], axes[-3]
-    return xp.permute_dims(array, tuple(axes)) if hasattr(xp, "permute_dims") else xp.transpose(array, tuple(axes))
+    return xp.permute_dims(array, tuple(axes))
 
 
 def _require_rank(name: str, array: Array, rank: int, form: str) -> None:
