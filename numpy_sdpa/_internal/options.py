@@ -20,6 +20,7 @@ from numpy_sdpa._internal.namespace import (
     array_namespace,
     asarray,
     astype,
+    computing,
     default_integer,
     dtype_kind,
     dtype_name,
@@ -154,7 +155,8 @@ def resolve(
     arrays = {name: from_list(name, array) for name, array in arrays.items()}
     of_numpy = (np.generic, np.ndarray)  # a NumPy number goes with every module
     xp = array_namespace(arrays | {n: a for n, a in number_like.items() if not isinstance(a, of_numpy)})
-    return _Door(xp, arrays, given).resolve()
+    with computing(xp, arrays["query"]):
+        return _Door(xp, arrays, given).resolve()
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
