@@ -1,6 +1,6 @@
 """Compute with torch, in float64 on the CPU, what the tests compare with; the only file that imports torch.
 
-    python scripts/make_torch_fixtures.py            # writes tests/fixtures
+    python scripts/make_torch_fixtures.py            # writes tests/fixtures and numpy_sdpa/data/torch_rules.npz
     python scripts/make_torch_fixtures.py --check    # computes again, and compares with what is there
 
 Every case of `tests/cases.py` (and 200 random ones) is composed of elementary torch operations, and
@@ -24,7 +24,9 @@ import torch
 from torch.nn.attention import bias as torch_bias
 from torch.nn.attention import flex_attention as flex
 
-TESTS = Path(__file__).resolve().parent.parent / "tests"
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+RULES = ROOT / "numpy_sdpa" / "data" / "torch_rules.npz"
 sys.path.insert(0, str(TESTS))
 
 import cases  # noqa: E402
@@ -358,6 +360,23 @@ def write() -> None:
     (fixtures.FOLDER / "manifest.json").write_text(one_case_a_line + "\n", encoding="utf-8")
 
 
+def write_rules() -> None:
+    """The cases that `numpy-sdpa verify` ships: each feature alone, and most at once; scalar options as JSON."""
+    chosen = [cases.BY_NAME[name] for name in ("bare", *cases.FEATURES, "GQA 6/2, most options")]
+    records = {}
+    for case in chosen:
+        record = fixtures.to_record(compute(case)[0])
+        scalars = {name: option for name, option in case.options if not isinstance(option, cases.Array)}
+        text = numpy.array(json.dumps(scalars))
+        fields = [(name, record.dtype[name]) for name in record.dtype.names] + [("options", text.dtype)]
+        whole = numpy.zeros((), dtype=fields)
+        for name in record.dtype.names:
+            whole[name] = record[name]
+        whole["options"] = text
+        records["plain" if case.name == "bare" else case.name.replace("GQA 6/2, ", "")] = whole
+    numpy.savez_compressed(RULES, **records)
+
+
 def check() -> float:
     """The largest difference from what is stored, in units of max(1, |stored|); too large, it exits."""
     digests = {entry["name"]: entry["sha256"] for entry in fixtures.manifest()["cases"]}
@@ -397,6 +416,7 @@ def main() -> None:
         print(f"reproduced; largest difference {check():.1e}")
     else:
         write()
+        write_rules()
 
 
 if __name__ == "__main__":

@@ -171,10 +171,7 @@ def test_membership_waits_for_every_element():
 
 def test_arithmetic_is_not_counted():
     x = xp.asarray(np.ones((4, 4), "f4"))
-    y = (
-        xp.where(xp.any(x > 2, axis=-1, keepdims=True), xp.exp(x - xp.max(x, axis=-1, keepdims=True)), 0)
-        @ x.mT
-    )
+    y = xp.where(xp.any(x > 2, axis=-1, keepdims=True), xp.exp(x - xp.max(x, axis=-1, keepdims=True)), 0) @ x.mT
     y[:, 1] += 1
     assert y.shape == (4, 4)
     assert y.dtype == "float32"

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import settings
 
-EVERY = pytest.mark.parametrize(
-    ("family", "case"), fixtures.EVERY, ids=[case.name for _, case in fixtures.EVERY]
-)
+EVERY = pytest.mark.parametrize(("family", "case"), fixtures.EVERY, ids=[case.name for _, case in fixtures.EVERY])
 
 inf = math.inf
 
@@ -20,7 +18,7 @@ inf = math.inf
 def assert_close(got, expected, tolerance):
     """Same shape, and every entry within the tolerance, absolute and relative; infinities are equal."""
     assert numpy.shape(got) == numpy.shape(expected)
-    numpy.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+    numpy.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance, equal_nan=False)
 
 
 # -- the loops and torch ---------------------------------------------------------------------------
@@ -40,9 +38,7 @@ def test_forward_agrees_with_torch(family, case):
 def test_backward_agrees_with_torch(family, case):
     fixture = fixtures.get(family, case)
     query, key, value, options, upstream = fixture.inputs
-    gradients = loops.backward(
-        upstream.get("grad_output"), query, key, value, **without_output(upstream), **options
-    )
+    gradients = loops.backward(upstream.get("grad_output"), query, key, value, **without_output(upstream), **options)
     assert given(gradients) == set(fixture.gradients)
     for name, expected in fixture.gradients.items():
         assert_close(getattr(gradients, name), expected, 1e-11)
@@ -146,12 +142,8 @@ def test_backward_is_the_adjoint_of_the_jvp(case):
     assert "query_offset" not in options or options.get("alignment") != "lower_right"
     directions = cases.directions(case)
     tangents = loops.jvp(directions, query, key, value, **options)
-    gradients = loops.backward(
-        upstream.get("grad_output"), query, key, value, **without_output(upstream), **options
-    )
-    forward = sum(
-        numpy.vdot(v, getattr(tangents, name.removeprefix("grad_"))) for name, v in upstream.items()
-    )
+    gradients = loops.backward(upstream.get("grad_output"), query, key, value, **without_output(upstream), **options)
+    forward = sum(numpy.vdot(v, getattr(tangents, name.removeprefix("grad_"))) for name, v in upstream.items())
     reverse = sum(numpy.vdot(getattr(gradients, name), u) for name, u in directions.items())
     scale = sum(numpy.vdot(abs(getattr(gradients, name)), abs(u)) for name, u in directions.items())
     assert abs(forward - reverse) <= 1e-13 * (1 + scale)
@@ -212,6 +204,7 @@ def test_causal_composes_with_a_mask():
     result = loops.forward(column(0, 0), column(0, 0), column(1, 5), mask=[False, True], is_causal=True)
     numpy.testing.assert_array_equal(result.output, column(0, 5))
     numpy.testing.assert_array_equal(result.weights, [[0, 0], [0, 1]])
+    numpy.testing.assert_array_equal(result.logits, [[-inf, -inf], [-inf, 0]])
 
 
 def test_alignment():
@@ -288,9 +281,7 @@ def test_all_ranks_agree():
     for rank in (3, 4, 5, 6):
         lead = (1,) * (rank - 2)
         arrays = [array.reshape(lead + array.shape) for array in (query, key, value)]
-        numpy.testing.assert_array_equal(
-            loops.forward(*arrays).output, expected.reshape(lead + expected.shape)
-        )
+        numpy.testing.assert_array_equal(loops.forward(*arrays).output, expected.reshape(lead + expected.shape))
 
 
 def test_grouped_heads_are_repeated_heads():
@@ -345,8 +336,16 @@ def test_a_row_of_nothing_gives_its_lse_gradient_to_the_sink_alone():
     gradients = loops.backward([[1.0]], *tensors, grad_lse=[0.3], sinks=0.5, mask=[False, False])
     assert gradients.sinks == 0.3
     assert not any(gradient.any() for gradient in gradients[:3])
-    no_sink = loops.backward([[1.0]], *tensors, grad_lse=[0.3], sinks=-inf, mask=[False, False])
+    no_sink = loops.backward([[1.0]], *tensors, grad_lse=[math.nan], sinks=-inf, mask=[False, False])
     assert no_sink.sinks == 0
+
+
+def test_an_infinite_sink_takes_everything():
+    tensors = column(2), column(1, 0), column(1, 5)
+    assert loops.forward(*tensors, sinks=inf).lse == inf
+    gradients = loops.backward([[1.0]], *tensors, grad_lse=[0.3], sinks=inf)
+    assert gradients.sinks == 0.3
+    assert not any(gradient.any() for gradient in gradients[:3])
 
 
 def test_slope_gradient_by_differences():

@@ -180,7 +180,7 @@ class _Door:
         self.arrays = arrays
         self.given = given
         self.checks = ValueChecks(xp)
-        self.like = arrays["query"]
+        self.like = arrays["query"]  # new arrays are made on its device
 
     def resolve(self) -> tuple[Inputs, Options]:
         arrays, given = self.arrays, self.given
@@ -236,6 +236,8 @@ class _Door:
         for name in ("query", "key", "value", "bias", "sinks", "alibi_slopes"):
             array = self.arrays[name]
             if array is None:
+                if name in ("query", "key", "value"):
+                    raise TypeError(f"{name} must be an array, got None")
                 continue
             kind = dtype_kind(self.xp, array.dtype)
             if kind == "f" or (kind == "c" and self.complex):
@@ -386,8 +388,8 @@ class _Door:
         value = self.given.get(name)
         if value is None:
             return None
-        array = np.asarray(value) if isinstance(value, int | list | tuple | np.generic) else value
-        if not isinstance(array, np.ndarray):
+        array = from_list(name, value)
+        if not isinstance(array, np.ndarray | np.generic):
             array_namespace({"query": self.like, name: array})
         kind = dtype_kind(self.xp, array.dtype)
         if kind != "i" and not (kind == "f" and 0 in array.shape):  # an empty list shows no type
@@ -397,7 +399,7 @@ class _Door:
                 f"{name} must have shape {shape}, got {tuple(array.shape)}: "
                 f"{described(query=self.arrays['query'], key=self.arrays['key'])}"
             )
-        if isinstance(array, np.ndarray):
+        if isinstance(array, np.ndarray | np.generic):
             if high is not None and array.size and not (array.min() >= 0 and array.max() <= high):
                 raise ValueError(_out_of_range(name, high, bound, array.min(), array.max()))
             return asarray(self.xp, array, default_integer(self.xp), self.like)
