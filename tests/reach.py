@@ -39,7 +39,10 @@ def reading_rows(case, visible, name, chosen):
 
 
 def reached(case, inputs, visible, name, rows):
-    """For every name of `results.everything`: True where a change in `name`, read by these rows, may show."""
+    """For every name of `results.everything`: True where a change in `name`, read by these rows, may show.
+
+    Only a sink is read by rows that see no key, and shows in their lse alone.
+    """
     nothing = np.zeros_like(rows)
     is_upstream, is_direction = name.startswith("grad_"), name.startswith("direction of ")
     name = name.removeprefix("direction of ")
@@ -51,7 +54,7 @@ def reached(case, inputs, visible, name, rows):
     reach |= {"row_shift": forward, "row_sum": forward, "logits": reach["weights"]}
 
     tangents = nothing if is_upstream else rows
-    lse_tangent = nothing if is_direction and name == "value" else tangents
+    lse_tangent = nothing if name == "value" else tangents
     reach |= _forward_reach("tangent_", visible, tangents, lse_tangent)
     for result in ("output", "lse", "weights"):
         reach[f"second_grad_{result}"] = reach[f"tangent_{result}"]
@@ -67,8 +70,11 @@ def reached(case, inputs, visible, name, rows):
 
 def _forward_reach(prefix, visible, output_rows, lse_rows):
     # what is hidden is 0, or −∞, whatever happens to the row
-    weights = lse_rows[..., None] & visible
-    return {f"{prefix}output": output_rows[..., None], f"{prefix}lse": lse_rows, f"{prefix}weights": weights}
+    return {
+        f"{prefix}output": (output_rows & visible.any(axis=-1))[..., None],
+        f"{prefix}lse": lse_rows,
+        f"{prefix}weights": lse_rows[..., None] & visible,
+    }
 
 
 def _gradient_reach(case, inputs, visible, rows):
@@ -77,11 +83,11 @@ def _gradient_reach(case, inputs, visible, rows):
     if case.has_gqa:
         keys = keys.reshape(*case.batch, case.key[-3], group_size(case), case.key[-2]).any(axis=-2)
     gradients = {
-        "query": any_to_shape(rows, case.query[:-1])[..., None],
+        "query": any_to_shape(rows & visible.any(axis=-1), case.query[:-1])[..., None],
         "key": any_to_shape(keys, case.key[:-1])[..., None],
         "value": any_to_shape(keys, case.value[:-1])[..., None],
-        "scale": rows.any(),
-        "softcap": rows.any(),
+        "scale": keys.any(),
+        "softcap": keys.any(),
     }
     if "bias" in shapes:
         gradients["bias"] = any_to_shape(rows[..., None] & visible, shapes["bias"])
