@@ -3,6 +3,9 @@
 Start with `numpy_sdpa.plain`, two dozen lines without options; `numpy_sdpa.steps` holds the mathematics of them all.
 """
 
+import importlib
+from typing import Any
+
 from numpy_sdpa._version import __version__
 from numpy_sdpa.attention import (
     attention,
@@ -18,7 +21,17 @@ from numpy_sdpa.merge import merge_attention, merge_attention_backward
 from numpy_sdpa.residuals import SDPADoubleGradients, SDPAGradients, SDPAResiduals, SDPATangents
 from numpy_sdpa.varlen import SDPAVarlenResiduals, sdpa_varlen_backward, sdpa_varlen_forward
 
+# Imported at first use: what they need (SciPy, and more) is not needed to compute attention.
+_LATER = {
+    "GradientReport": "gradcheck",
+    "check_adjoint": "gradcheck",
+    "check_jvp": "gradcheck",
+    "check_taylor": "gradcheck",
+    "check_vjp": "gradcheck",
+}
+
 __all__ = [
+    "GradientReport",
     "SDPADoubleGradients",
     "SDPAGradients",
     "SDPAResiduals",
@@ -27,6 +40,10 @@ __all__ = [
     "__version__",
     "attention",
     "attention_jacobian",
+    "check_adjoint",
+    "check_jvp",
+    "check_taylor",
+    "check_vjp",
     "merge_attention",
     "merge_attention_backward",
     "merge_heads",
@@ -40,3 +57,13 @@ __all__ = [
     "softmax_jacobian",
     "split_heads",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"numpy_sdpa.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'numpy_sdpa' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -131,8 +131,11 @@ def sdpa_forward(
     """
     residuals = _forward(query, key, value, mask, options)
     output = _rounded(residuals)
-    # in-place work on the output, as `output += …`, must not reach what the backward reads
-    return residuals.options.xp.asarray(output, copy=True) if output is residuals.output else output, residuals
+    if output is residuals.output:
+        # in-place work on the output, as `output += …`, must not reach what the backward reads
+        with computing(residuals.options.xp, residuals.options.like):
+            output = residuals.options.xp.asarray(output, copy=True)
+    return output, residuals
 
 
 def sdpa_backward(

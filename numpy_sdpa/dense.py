@@ -75,8 +75,9 @@ def _tangents(
     residuals: SDPAResiduals, operands: Differentiable, directions: Differentiable, view: View
 ) -> tuple[chain.LogitsTangent, steps.SoftmaxTangents, Array]:
     stages = chain.logits_tangent(residuals.scores, operands, directions, view)  # 1
+    sink_weight = _sink_weight(residuals, operands.sinks)
     softmax = steps.softmax_tangent(  # 2
-        view.xp, residuals.weights, _sink_weight(residuals, operands.sinks), stages.logits, directions.sinks
+        view.xp, residuals.weights, sink_weight, stages.logits, directions.sinks, view.visible
     )
     output = chain.output_tangent(  # 3
         residuals.weights, operands.value, softmax.weights, directions.value, view

@@ -331,6 +331,7 @@ def softmax_tangent(
     sink_weight: Array | None,
     logits_tangent: Array,
     sinks_tangent: Any,
+    visible: Array | None,
 ) -> SoftmaxTangents:
     """lse˙ = Σ P ∘ Ż + p_sink ṡink;  Ṗ = P ∘ (Ż − lse˙);  ṗ_sink = p_sink (ṡink − lse˙)."""
     lse_tangent = xp.sum(weights * logits_tangent, axis=-1, keepdims=True)
@@ -339,7 +340,8 @@ def softmax_tangent(
         sinks_tangent = sinks_tangent[..., None, None]
         lse_tangent = lse_tangent + sink_weight * sinks_tangent
         sink_weight_tangent = sink_weight * (sinks_tangent - lse_tangent)
-    return SoftmaxTangents(weights * (logits_tangent - lse_tangent), lse_tangent, sink_weight_tangent)
+    weights_tangent = mask_backward(xp, weights * (logits_tangent - lse_tangent), visible)  # lse˙ may be NaN
+    return SoftmaxTangents(weights_tangent, lse_tangent, sink_weight_tangent)
 
 
 def softmax_backward_tangent(

@@ -88,7 +88,8 @@ def sdpa_varlen_forward(
     **options
         As for `scaled_dot_product_attention`, with the sequences as its batch: sinks and alibi_slopes (Hq,) or
         (sequences, Hq), query_offset an int or (sequences,), alignment within each sequence, the dropout seed's flat
-        batch the number of the sequence. mask, bias, dropout_mask, lengths and segments raise. The method is "blockwise".
+        batch the number of the sequence. mask, bias, dropout_mask, lengths and segments raise. The method is
+        "blockwise".
 
     Returns
     -------

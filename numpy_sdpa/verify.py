@@ -253,6 +253,4 @@ def model_findings() -> dict[str, Finding]:
     gradients = sdpa_backward(tensors.grad_output, residuals)
     got = {"output": output, "weights": residuals.weights}
     got |= {f"grad_{name}": getattr(gradients, name) for name in ("query", "key", "value")}
-    return {
-        name: worst(iter([(name, array, getattr(tensors, name))]), MODEL_TOLERANCE) for name, array in got.items()
-    }
+    return {name: worst(iter([(name, array, getattr(tensors, name))]), MODEL_TOLERANCE) for name, array in got.items()}

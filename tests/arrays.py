@@ -126,6 +126,12 @@ class JaxNumpy(ArrayModule):
     def device(self, array):
         return array.device
 
+    def assert_same_module_and_device(self, result, like):
+        # jax.numpy.where of empty arrays gives one on the default device, whatever device its operands are on.
+        if isinstance(result, self.array_type()) and result.size == 0:
+            return
+        super().assert_same_module_and_device(result, like)
+
 
 class JaxNumpy32(JaxNumpy):
     """jax.numpy as it is out of the box, where asking for a 64-bit type warns, and so fails."""

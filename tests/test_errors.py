@@ -311,3 +311,21 @@ def test_pieces():
 
 def test_lists_are_converted():
     np.testing.assert_array_equal(attention([[0.0]], [[0.0], [0.0]], [[1.0], [5.0]], [True, False]), [[1.0]])
+
+
+def test_a_python_number_takes_the_dtype_of_the_arrays():
+    query = np.ones((2, 3), dtype=np.float32)
+    residuals = sdpa_forward(query, query, query, sinks=0.5, bias=1.0, alibi_slopes=0.25)[1]
+    assert residuals.lse.dtype == np.float32
+    assert sdpa_backward(query, residuals).sinks.dtype == np.float32
+
+
+def test_the_two_half_types_meet_in_float32():
+    import ml_dtypes
+
+    half, brain = np.ones((2, 3), dtype=np.float16), np.ones((2, 3), dtype=ml_dtypes.bfloat16)
+    output, residuals = sdpa_forward(half, brain, half)
+    assert output.dtype == np.float32
+    gradients = sdpa_backward(output, residuals)
+    assert gradients.key.dtype == ml_dtypes.bfloat16
+    assert attention(half, half, half, bias=brain[:, :2]).dtype == np.float16

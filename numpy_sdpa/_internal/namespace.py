@@ -93,7 +93,13 @@ def dtype_name(dtype: DType) -> str:
 
 
 def result_type(xp: Namespace, *dtypes: DType) -> DType:
-    return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else xp.result_type(*dtypes)
+    """The module's own promotion; float16 and bfloat16, for which NumPy knows none, meet in float32."""
+    if all(dtype == dtypes[0] for dtype in dtypes):
+        return dtypes[0]
+    if {"float16", "bfloat16"} <= {dtype_name(dtype) for dtype in dtypes}:
+        dtypes = tuple(dtype for dtype in dtypes if dtype_name(dtype) not in ("float16", "bfloat16"))
+        return xp.result_type(xp.float32, *dtypes)
+    return xp.result_type(*dtypes)
 
 
 def default_integer(xp: Namespace) -> DType:

@@ -20,6 +20,7 @@ from numpy_sdpa._internal.namespace import (
     array_namespace,
     asarray,
     astype,
+    computing,
     default_integer,
     dtype_kind,
     dtype_name,
@@ -149,12 +150,19 @@ def resolve(
     if mask is not None:
         given["mask"] = mask
     arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        if array is None:
+            raise TypeError(f"{name} must be an array, got None")
     arrays |= {name: given.get(name) for name in ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")}
     number_like = {name: given[name] for name in ("scale", "softcap") if hasattr(given.get(name), "shape")}
-    arrays = {name: from_list(name, array) for name, array in arrays.items()}
+    numbers = {name: array for name, array in arrays.items() if isinstance(array, float)}
+    arrays = {name: from_list(name, array) for name, array in arrays.items() if name not in numbers}
     of_numpy = (np.generic, np.ndarray)  # a NumPy number goes with every module
     xp = array_namespace(arrays | {n: a for n, a in number_like.items() if not isinstance(a, of_numpy)})
-    return _Door(xp, arrays, given).resolve()
+    with computing(xp, arrays.get("query")):
+        for name, number in numbers.items():  # a Python number takes the dtype of the arrays
+            arrays[name] = asarray(xp, number, getattr(arrays.get("query"), "dtype", None), arrays.get("query"))
+        return _Door(xp, arrays, given).resolve()
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -234,8 +242,6 @@ class _Door:
         for name in ("query", "key", "value", "bias", "sinks", "alibi_slopes"):
             array = self.arrays[name]
             if array is None:
-                if name in ("query", "key", "value"):
-                    raise TypeError(f"{name} must be an array, got None")
                 continue
             kind = dtype_kind(self.xp, array.dtype)
             if kind == "f" or (kind == "c" and self.complex):

@@ -46,16 +46,12 @@ SYNCHRONISING = words(
 
 def check_call(name: str, args: tuple, kwargs: dict) -> None:
     """Raise TypeError unless CuPy's ``name`` takes these arguments (their number and their keywords)."""
-    function = FUNCTIONS[name]
     unknown = unlisted_keywords(name, kwargs)
     if unknown:
         raise TypeError(f"cupy.{name}() got an unexpected keyword argument {unknown[0]!r}")
     limit = most_positional(name)
     if limit is not None and len(args) > limit:
         raise TypeError(f"cupy.{name}() takes at most {limit} positional arguments ({len(args)} given)")
-    twice = [keyword for keyword in function.get("positional", ())[: len(args)] if keyword in kwargs]
-    if twice:
-        raise TypeError(f"cupy.{name}() got multiple values for argument {twice[0]!r}")
 
 
 def unlisted_keywords(name: str, keywords) -> list[str]:

@@ -252,9 +252,6 @@ class ndarray(Storage):
         except AttributeError:
             return NotImplemented
         out = kwargs.get("out", ())
-        for operand in (*inputs, *out):
-            if not isinstance(operand, (Storage, np.ndarray, np.generic, *calls.PYTHON_SCALARS)):
-                return NotImplemented
         if len(out) == 1:
             kwargs["out"] = out[0]
         if ufunc.__name__ in ("greater", "greater_equal", "less", "less_equal", "equal", "not_equal"):
