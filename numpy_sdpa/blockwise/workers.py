@@ -168,27 +168,29 @@ class Workers:
 
 
 class _BLAS:
-    """BLAS on one thread while anyone is inside, as it was when the last one has left."""
+    """BLAS on one thread while a call computes, and afterwards as it was.
+
+    Of calls at the same time the first sets it back, since only the thread that has limited a BLAS can: the others go on
+    with however many threads it has then, slower but right.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
+        self._is_limited = False
         self._controller: Any = None
-        self._limit: Any = None
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
         with self._lock:
-            if self._inside == 0:
-                self._limit = self._libraries().limit(limits=1, user_api="blas")
-            self._inside += 1
-        try:
+            is_first, self._is_limited = not self._is_limited, True
+        if not is_first:
             yield
+            return
+        try:
+            with self._libraries().limit(limits=1, user_api="blas"):
+                yield
         finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    self._limit.restore_original_limits()
+            self._is_limited = False
 
     def _libraries(self) -> Any:
         if self._controller is None:  # it looks through every loaded library, which takes some ms: once
