@@ -1,7 +1,7 @@
 """Why divide by √d_k? The question answered by experiment, with this library's own forward and backward.
 
-For independent entries with mean 0 and variance 1, q·k = Σ q_i k_i has mean 0 and variance d_k. `measure` draws them and
-looks at the scores, at the softmax and at the gradients with scale 1/√d_k, 1 and 1/d_k, then at a real model's tensors;
+For independent entries with mean 0 and variance 1, q·k = Σ q_i k_i has mean 0, variance d_k. `measure` draws them and
+looks at the scores, the softmax and the gradients with scale 1/√d_k, 1 and 1/d_k, then at a real model's tensors;
 `why_scale_figure.plot` draws what was seen.
 """
 
@@ -83,9 +83,9 @@ def measure(
     -------
     dict, of what JSON can hold
         rows : one for each d_k and scale. `score_…` are of q·k before any scale. Means over rows: entropy (nats),
-            max_weight, jacobian_norm (‖diag(p) − p pᵀ‖_F), grad_query_norm, grad_key_norm and grad_value_norm (the length
-            of one row of the gradient, for an upstream gradient of length 1 in each row); `…_median`, medians over rows.
-            saturated is the share of rows whose largest weight passes 0.99.
+            max_weight, jacobian_norm (‖diag(p) − p pᵀ‖_F), grad_query_norm, grad_key_norm and grad_value_norm (the
+            length of one row of the gradient, for an upstream gradient of length 1 in each row); `…_median`: medians
+            over rows; saturated: the share of rows whose largest weight passes 0.99.
         variance_exponent, variance_exponent_ci : a in variance ∝ d_k^a.
         claims : what was claimed, whether it holds here, and what was seen.
         model : the same on a trained model's tensors. Its tokens are not independent, so there are no intervals.
@@ -420,8 +420,8 @@ def _softmax_claims(result: dict[str, Any]) -> list[Claim]:
             "without the scale the softmax saturates as d_k grows",
             last["saturated"] > max(first["saturated"], kept["saturated"]),
             f"rows of {length} keys whose largest weight passes {SATURATED}: {first['saturated']:.1%} at "
-            f"d_k {first['d_k']}, {last['saturated']:.1%} at d_k {last['d_k']}, where it is {kept['saturated']:.1%} with "
-            "1/sqrt(d_k)",
+            f"d_k {first['d_k']}, {last['saturated']:.1%} at d_k {last['d_k']}, where with 1/sqrt(d_k) it is "
+            f"{kept['saturated']:.1%}",
         ),
         (
             f"without the scale the softmax Jacobian is smaller than with it, in rows of {length} keys",
@@ -450,8 +450,8 @@ def _gradient_claims(result: dict[str, Any]) -> list[Claim]:
             "without the scale the mean over queries vanishes too",
             last["grad_query_norm"] < min(first["grad_query_norm"], kept["grad_query_norm"]),
             f"the mean goes from {first['grad_query_norm']:.3g} to {last['grad_query_norm']:.3g} {ends}; with "
-            f"1/sqrt(d_k) it is {kept['grad_query_norm']:.3g} there: the few rows with two nearly equal logits carry it, "
-            "for their gradients grow as sqrt(d_k)",
+            f"1/sqrt(d_k) it is {kept['grad_query_norm']:.3g} there: the few rows with two nearly equal logits carry "
+            "it, for their gradients grow as sqrt(d_k)",
         ),
         (
             "1/sqrt(d_k) keeps the gradients' size, whatever d_k",
@@ -462,7 +462,8 @@ def _gradient_claims(result: dict[str, Any]) -> list[Claim]:
             "1/d_k is too much: the gradient of a query falls as 1/sqrt(d_k)",
             abs(fall + 0.5) < _GROWTH_TOLERANCE,
             f"its mean norm changes as d_k^{fall:.3f}; the weights become equal, with entropy "
-            f"{overscaled[-1]['entropy']:.4g} of {math.log(result['parameters']['length']):.4g} nats at d_k {last['d_k']}",
+            f"{overscaled[-1]['entropy']:.4g} nats at d_k {last['d_k']}, and ln(length) is "
+            f"{math.log(result['parameters']['length']):.4g}",
         ),
     ]
 

@@ -85,7 +85,8 @@ def coverage_rows(runs: int) -> list[list[str]]:
 
 def print_table(rows: list[list[str]]) -> None:
     head, *body = rows
-    print("\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body]), end="\n\n")
+    lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body]]
+    print(*lines, "", sep="\n", flush=True)
 
 
 def _interval(value: float, interval: list[float], digits: str) -> str:
