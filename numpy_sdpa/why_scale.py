@@ -477,7 +477,7 @@ def _model_claims(model: dict[str, Any]) -> list[Claim]:
             abs(variance / d_k - 1) < _MODEL_TOLERANCE,
             f"{model['source']}: {variance:.4g} at d_k {d_k}, {model['score_variance_scaled']:.3g} after the scale "
             f"({min(per_head) / d_k:.2g} to {max(per_head) / d_k:.2g} by head), where the entries' own variances, "
-            f"{model['query_variance']:.3g} (query) and {model['key_variance']:.3g} (key), give "
+            f"{model['query_variance']:.3g} (query) and {model['key_variance']:.3g} (key), would give "
             f"{model['query_variance'] * model['key_variance']:.3g}: trained entries are not independent",
         ),
         (

@@ -4,6 +4,7 @@ With --coverage RUNS only the table of how often the joint intervals hold, from 
 """
 
 import argparse
+import math
 from pathlib import Path
 
 from numpy_sdpa import why_scale
@@ -24,8 +25,9 @@ def main() -> None:
         return
     results = {distribution: why_scale.measure(distribution=distribution) for distribution in why_scale.DISTRIBUTIONS}
     save_figure(results["normal"], FIGURE)
-    for rows in (variance_rows(results), measure_rows(results["normal"]), length_rows()):
-        print_table(rows)
+    print_table(variance_rows(results))
+    print_table(measure_rows(results["normal"]))
+    print_table(length_rows())
 
 
 def save_figure(result: dict, path: Path) -> None:
@@ -67,7 +69,7 @@ def length_rows() -> list[list[str]]:
                 str(since or f"above {CROSSING_D_K[-1]}"),
                 f"{why_scale.predicted_crossing(length):.0f}",
                 f"{saturated[since or CROSSING_D_K[-1]]:.0%}",
-                f"{(2.718281828 / length) ** 0.5:.3f}",
+                f"{math.sqrt(math.e / length):.3f}",
                 f"{scaled:.3f}",
             ]
         )

@@ -144,6 +144,12 @@ def test_a_size_does_not_depend_on_the_others():
     assert why_scale.measure((4, 64), samples=500, seed=1)["rows"] != alone["rows"]
 
 
+def test_streams_are_separate():
+    """The exponent's standard error takes the sizes' variances for independent."""
+    firsts = [rng.random() for d_k in (4, 16) for rng in why_scale._generators(0, d_k)]
+    assert len(set(firsts)) == 4
+
+
 # --- the softmax and the gradients ---
 
 
