@@ -78,7 +78,7 @@ def length_rows() -> list[list[str]]:
 
 def coverage_rows(runs: int) -> list[list[str]]:
     rows = [["pairs", "entries", "means", "variances", "exponent", "joint"]]
-    for samples in (1000, why_scale.SAMPLES):
+    for samples in (why_scale.MIN_SAMPLES, 1000, why_scale.SAMPLES):
         for distribution in why_scale.DISTRIBUTIONS:
             shares = why_scale.joint_coverage(COVERAGE_D_K, samples=samples, distribution=distribution, runs=runs)
             rows.append([str(samples), distribution, *(f"{share:.2%}" for share in shares.values())])
