@@ -97,6 +97,8 @@ def measure(
     ValueError
         Where a parameter is out of range.
     """
+    import threadpoolctl
+
     sizes = sorted(set(d_k))
     _validate(sizes, length, samples, distribution, seed)
     statistics = score_statistics(sizes, samples=samples, distribution=distribution, seed=seed)
@@ -108,7 +110,8 @@ def measure(
             "score_variance": statistics.variances[position],
             "score_variance_ci": statistics.variance_intervals[position],
         }
-        per_scale, example = _random_attention(size, length, distribution, seed)
+        with threadpoolctl.threadpool_limits(1, user_api="blas"):  # matrices so small that its threads mostly wait
+            per_scale, example = _random_attention(size, length, distribution, seed)
         rows += [{"d_k": size, "scale": scale, **scores, **seen} for scale, seen in per_scale.items()]
     result = {
         "parameters": {
