@@ -5,6 +5,7 @@ Both skip where there is no GPU; `NUMPY_SDPA_REQUIRE_GPU=1` turns the skip into 
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,13 @@ from arrays import CUPY_STANDIN, skip_without_gpu
 
 import numpy_sdpa
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_gpu.py"
+ROOT = Path(__file__).parent.parent
+
+
+def compare_gpu_command(*arguments):
+    command = [sys.executable, str(ROOT / "scripts" / "compare_gpu.py"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # of this checkout, installed or not
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture
@@ -101,15 +108,16 @@ def test_a_problem_of_eight_gibibytes(cupy):
 
 
 def test_the_comparison_script_runs(cupy):
-    command = [sys.executable, str(SCRIPT), "--json", "--sizes", "64", "--repetitions", "2"]
-    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    run = compare_gpu_command("--json", "--sizes", "64", "--repetitions", "2")
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
     assert {row["function"] for row in report["rows"]} >= {"dense forward", "jvp", "blockwise forward and backward"}
     assert all(row["error_cupy"] < 1e-5 for row in report["rows"] if "error_cupy" in row)
 
 
 def test_the_comparison_script_says_what_is_missing():
     """Without a GPU: one line, exit code 2."""
-    run = subprocess.run([sys.executable, str(SCRIPT), "--sizes", "16"], capture_output=True, text=True)
+    run = compare_gpu_command("--sizes", "16")
     if run.returncode == 0:
         pytest.skip("there is a GPU")
     assert run.returncode == 2
