@@ -278,19 +278,32 @@ def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: 
     row_sum = xp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         row_sum = row_sum + sink_exponential(xp, sinks, row_shift)
+    weights = softmax_weights(xp, exponentials, row_sum, visible)
+    return Softmax(weights, row_shift, row_sum, log_sum_exp(xp, row_shift, row_sum))
+
+
+def softmax_weights(xp: Namespace, exponentials: Array, row_sum: Array, visible: Array | None) -> Array:
+    """P = exp(Z − shift) / row_sum. A row that sees a NaN is NaN where it sees, and 0 where it does not."""
+    return mask_backward(xp, exponentials / xp.where(row_sum == 0, 1, row_sum), visible)
+
+
+def log_sum_exp(xp: Namespace, row_shift: Array, row_sum: Array) -> Array:
+    """lse = shift + log(row_sum), −∞ where the sum is 0."""
     empty = row_sum == 0
-    divisor = xp.where(empty, 1, row_sum)
-    weights = exponentials / divisor
-    if visible is not None:  # a row that sees a NaN is NaN where it sees, and 0 where it does not
-        weights = xp.where(visible, weights, 0)
-    lse = xp.where(empty, -xp.inf, row_shift + xp.log(divisor))
-    return Softmax(weights, row_shift, row_sum, lse)
+    return xp.where(empty, -xp.inf, row_shift + xp.log(xp.where(empty, 1, row_sum)))
 
 
 def sink_exponential(xp: Namespace, sinks: Array, row_shift: Array) -> Array:
     """exp(sink − shift); 1 for a sink of +∞, which is its own shift."""
     sinks = sinks[..., None, None]
     return xp.exp(xp.where(sinks == row_shift, 0, sinks - row_shift))
+
+
+def sink_weight(xp: Namespace, sinks: Array | None, row_shift: Array, row_sum: Array) -> Array | None:
+    """p_sink = exp(sink − shift) / row_sum, (…, rows, 1). A row's sum is 0 only where the sink is −∞."""
+    if sinks is None:
+        return None
+    return sink_exponential(xp, sinks, row_shift) / xp.where(row_sum == 0, 1, row_sum)
 
 
 def softmax_backward(
@@ -302,9 +315,14 @@ def softmax_backward(
     """
     row_dot = xp.sum(weights * grad_weights, axis=-1, keepdims=True)
     return SoftmaxGradients(
-        logits=weights * (grad_weights - row_dot + grad_lse),
+        logits=softmax_logits_backward(grad_weights, weights, row_dot - grad_lse),
         sinks=None if sink_weight is None else sink_weight * (grad_lse - row_dot),
     )
+
+
+def softmax_logits_backward(grad_weights: Array, weights: Array, row_term: Array) -> Array:
+    """gZ = P ∘ (gP − (D − g_lse)), also for a part of a row whose D − g_lse is known."""
+    return weights * (grad_weights - row_term)
 
 
 def softmax_tangent(
