@@ -48,6 +48,8 @@ def visible_in(options: Options, tile: Tile, bias: Array | None) -> Array | None
     `bias` is the tile's part of the bias: its −∞ entries mask. The last two axes of the result are whole.
     """
     visible = None
+    if tile.shape[1] == 0:  # a row without columns sees nothing, and only a mask can say so
+        visible = key_positions(options, tile.columns) < 0
     for rule in _rules(options, tile, bias):
         visible = rule if visible is None else visible & rule
     if visible is None or visible.shape[-2:] == tile.shape:
