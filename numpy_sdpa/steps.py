@@ -19,7 +19,7 @@ docs/derivation.md derives each rule.
 
 from typing import Any, NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, Namespace, astype, dtype_kind
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, real_part
 from numpy_sdpa._internal.shapes import fold_groups, repeat_heads, sum_heads, unfold_groups
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class SoftmaxTangents(NamedTuple):
 
 def row_maximum(xp: Namespace, logits: Array) -> Array:
     """The largest real part of each row; −∞ for a row without columns."""
-    real = xp.real(logits) if dtype_kind(xp, logits.dtype) == "c" else logits
+    real = real_part(xp, logits)
     if logits.shape[-1] == 0:
         return xp.sum(real, axis=-1, keepdims=True) - xp.inf
     return xp.max(real, axis=-1, keepdims=True)
@@ -290,7 +290,7 @@ def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: 
 def sink_exponential(xp: Namespace, sinks: Array, row_shift: Array) -> Array:
     """exp(sink − shift); 1 for a sink of +∞, which is its own shift."""
     sinks = sinks[..., None, None]
-    return xp.exp(xp.where(sinks == row_shift, 0, sinks - row_shift))
+    return xp.exp(xp.where(real_part(xp, sinks) == xp.inf, 0, sinks - row_shift))
 
 
 def softmax_backward(

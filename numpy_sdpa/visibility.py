@@ -7,7 +7,7 @@ A rule answers for a tile with a bool array that broadcasts to it, or with None 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, arange
+from numpy_sdpa._internal.namespace import Array, arange, real_part
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile
 
@@ -62,7 +62,7 @@ def _rules(options: Options, tile: Tile, bias: Array | None) -> Iterator[Array]:
     if options.mask is not None:
         yield slice_tile(options.mask, tile.rows, tile.columns)
     if bias is not None:
-        yield bias != -options.xp.inf
+        yield real_part(options.xp, bias) != -options.xp.inf
     yield from _band(options, tile)
     if options.query_lengths is not None:
         rows = arange(options.xp, tile.rows.start, tile.rows.stop, options.like)
