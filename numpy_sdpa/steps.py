@@ -19,7 +19,7 @@ docs/derivation.md derives each rule.
 
 from typing import Any, NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, Namespace, astype, real_part
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, dtype_kind, real_part
 from numpy_sdpa._internal.shapes import fold_groups, repeat_heads, sum_heads, unfold_groups
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -143,10 +143,19 @@ def scores_backward_tangent(
 # With t = tanh(u) and d = 1 − t²: ∂C/∂S = d and ∂C/∂s = t − u d. Below, the scores of hidden positions must be 0 (they
 # may have been anything, and their gradient is 0): see mask_backward.
 
+# tanh(350) is 1 and 1 − tanh² is 4 e^−700 = 4e-304, nothing beside it in any dtype.
+_SATURATED = 350.0
+
 
 class SoftcapGradients(NamedTuple):
     scores: Array  # (…, rows, columns)
     softcap: Array  # (): summed over the tile
+
+
+class SoftcapSlope(NamedTuple):
+    u: Array
+    t: Array
+    d: Array
 
 
 def softcap_forward(xp: Namespace, scores: Array, softcap: Array) -> Array:
@@ -154,11 +163,25 @@ def softcap_forward(xp: Namespace, scores: Array, softcap: Array) -> Array:
     return softcap * xp.tanh(scores / softcap)
 
 
+def softcap_slope(xp: Namespace, scores: Array, softcap: Array) -> SoftcapSlope:
+    """u = S / s, t = tanh(u), and d = 1 − t² = 4e / (1 + e)² with e = exp(−2 |u|).
+
+    The second form keeps its digits where t rounds to 1. u ends where d is nothing: u d would be ∞ · 0 at a score that
+    overflowed.
+    """
+    u = scores / softcap
+    if dtype_kind(xp, u.dtype) == "c":
+        magnitude = xp.where(xp.real(u) < 0, -u, u)
+    else:
+        u = xp.clip(u, -_SATURATED, _SATURATED)
+        magnitude = xp.abs(u)
+    e = xp.exp(-2 * magnitude)
+    return SoftcapSlope(u, xp.tanh(u), 4 * e / (1 + e) ** 2)
+
+
 def softcap_backward(xp: Namespace, grad_capped: Array, scores: Array, softcap: Array) -> SoftcapGradients:
     """C = s tanh(u), u = S / s  ⇒  gS = gC d,  gs = Σ gC (t − u d)."""
-    u = scores / softcap
-    t = xp.tanh(u)
-    d = 1 - t * t
+    u, t, d = softcap_slope(xp, scores, softcap)
     return SoftcapGradients(scores=grad_capped * d, softcap=xp.sum(grad_capped * (t - u * d)))
 
 
@@ -166,9 +189,7 @@ def softcap_tangent(
     xp: Namespace, scores: Array, softcap: Array, scores_tangent: Array, softcap_tangent: Array
 ) -> Array:
     """Ċ = d Ṡ + (t − u d) ṡ."""
-    u = scores / softcap
-    t = xp.tanh(u)
-    d = 1 - t * t
+    u, t, d = softcap_slope(xp, scores, softcap)
     return d * scores_tangent + (t - u * d) * softcap_tangent
 
 
@@ -182,9 +203,7 @@ def softcap_backward_tangent(
     softcap_tangent: Array,
 ) -> SoftcapGradients:
     """gS = gC d  ⇒  ġS = ġC d + gC ḋ with ḋ = −2 t d u̇;  gs = Σ gC (t − u d)  ⇒  ġs = Σ ġC (t − u d) − gC u ḋ."""
-    u = scores / softcap
-    t = xp.tanh(u)
-    d = 1 - t * t
+    u, t, d = softcap_slope(xp, scores, softcap)
     u_tangent = (scores_tangent - u * softcap_tangent) / softcap
     d_tangent = -2 * t * d * u_tangent
     return SoftcapGradients(
