@@ -312,6 +312,35 @@ def sink_exponential(xp: Namespace, sinks: Array, row_shift: Array) -> Array:
     return xp.exp(xp.where(real_part(xp, sinks) == xp.inf, 0, sinks - row_shift))
 
 
+def row_mean(
+    xp: Namespace, entries: Array, weights: Array, sink_entry: Any = None, sink_weight: Array | None = None
+) -> Array:
+    """Σ P ∘ x + p_sink x_sink over each row, (…, rows, 1)."""
+    mean = xp.sum(weights * entries, axis=-1, keepdims=True)
+    return mean if sink_weight is None else mean + sink_weight * sink_entry
+
+
+class Centred(NamedTuple):
+    entries: Array  # (…, rows, columns)
+    sink_entry: Array | None  # (…, rows, 1)
+    mean: Array  # (…, rows, 1)
+
+
+def centred(xp: Namespace, entries: Array, weights: Array, sink_entry: Any, sink_weight: Array | None) -> Centred:
+    """x − mean, mean = Σ P ∘ x + p_sink x_sink: the Jacobian diag(p) − p pᵀ applied to x, before its product with P.
+
+    The mean is subtracted twice. Rounded to eps · |x|, it is too coarse for a row that is nearly one weight, where the
+    differences are as small as 1 − max P; the mean of what it leaves is a sum of such small numbers, right to eps of
+    them.
+    """
+    mean = row_mean(xp, entries, weights, sink_entry, sink_weight)
+    entries = entries - mean
+    if sink_weight is not None:
+        sink_entry = sink_entry - mean
+    rest = row_mean(xp, entries, weights, sink_entry, sink_weight)
+    return Centred(entries - rest, None if sink_weight is None else sink_entry - rest, mean + rest)
+
+
 def softmax_backward(
     xp: Namespace, grad_weights: Array, grad_lse: Array, weights: Array, sink_weight: Array | None
 ) -> SoftmaxGradients:
@@ -319,10 +348,10 @@ def softmax_backward(
 
     The Jacobian diag(p) − p pᵀ is symmetric: applied to gP it needs one number a row, D. The sink's own gP is 0.
     """
-    row_dot = xp.sum(weights * grad_weights, axis=-1, keepdims=True)
+    grad = centred(xp, grad_weights, weights, 0, sink_weight)
     return SoftmaxGradients(
-        logits=weights * (grad_weights - row_dot + grad_lse),
-        sinks=None if sink_weight is None else sink_weight * (grad_lse - row_dot),
+        logits=weights * (grad.entries + grad_lse),
+        sinks=None if sink_weight is None else sink_weight * (grad.sink_entry + grad_lse),
     )
 
 
@@ -335,14 +364,14 @@ def softmax_tangent(
     visible: Array | None,
 ) -> SoftmaxTangents:
     """lse˙ = Σ P ∘ Ż + p_sink ṡink;  Ṗ = P ∘ (Ż − lse˙);  ṗ_sink = p_sink (ṡink − lse˙)."""
-    lse_tangent = xp.sum(weights * logits_tangent, axis=-1, keepdims=True)
-    sink_weight_tangent = None
     if sink_weight is not None:
         sinks_tangent = sinks_tangent[..., None, None]
-        lse_tangent = lse_tangent + sink_weight * sinks_tangent
-        sink_weight_tangent = sink_weight * (sinks_tangent - lse_tangent)
-    weights_tangent = mask_backward(xp, weights * (logits_tangent - lse_tangent), visible)  # lse˙ may be NaN
-    return SoftmaxTangents(weights_tangent, lse_tangent, sink_weight_tangent)
+    tangent = centred(xp, logits_tangent, weights, sinks_tangent, sink_weight)
+    return SoftmaxTangents(
+        weights=mask_backward(xp, weights * tangent.entries, visible),  # lse˙ may be NaN
+        lse=tangent.mean,
+        sink_weight=None if sink_weight is None else sink_weight * tangent.sink_entry,
+    )
 
 
 def softmax_backward_tangent(
@@ -354,15 +383,19 @@ def softmax_backward_tangent(
     sink_weight: Array | None,
     tangents: SoftmaxTangents,
 ) -> SoftmaxGradients:
-    """gZ = P ∘ (gP − D + g_lse)  ⇒  ġZ = Ṗ ∘ (gP − D + g_lse) + P ∘ (ġP − Ḋ), Ḋ = Σ Ṗ ∘ gP + P ∘ ġP; so g_sink."""
-    row_dot = xp.sum(weights * grad_weights, axis=-1, keepdims=True)
-    row_dot_tangent = xp.sum(tangents.weights * grad_weights + weights * grad_weights_tangent, axis=-1, keepdims=True)
+    """gZ = P ∘ (gP − D + g_lse)  ⇒  ġZ = Ṗ ∘ (gP − D + g_lse) + P ∘ (ġP − Ḋ), Ḋ = Σ Ṗ ∘ gP + P ∘ ġP; so g_sink.
+
+    Σ Ṗ + ṗ_sink = 0, so that Σ Ṗ ∘ gP = Σ Ṗ ∘ (gP − D) − ṗ_sink D: small where the differences are.
+    """
+    grad = centred(xp, grad_weights, weights, 0, sink_weight)
+    grad_tangent = centred(xp, grad_weights_tangent, weights, 0, sink_weight)
+    moved = row_mean(xp, grad.entries, tangents.weights, grad.sink_entry, tangents.sink_weight)
     grad_sinks = None
     if sink_weight is not None:
-        grad_sinks = tangents.sink_weight * (grad_lse - row_dot) - sink_weight * row_dot_tangent
+        grad_sinks = tangents.sink_weight * (grad.sink_entry + grad_lse)
+        grad_sinks = grad_sinks + sink_weight * (grad_tangent.sink_entry - moved)
     return SoftmaxGradients(
-        logits=tangents.weights * (grad_weights - row_dot + grad_lse)
-        + weights * (grad_weights_tangent - row_dot_tangent),
+        logits=tangents.weights * (grad.entries + grad_lse) + weights * (grad_tangent.entries - moved),
         sinks=grad_sinks,
     )
 

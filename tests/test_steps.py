@@ -1,8 +1,9 @@
 """The steps at the edges: rows without keys, infinities, and differences that rounding could swallow."""
 
 import numpy as np
+import pytest
 
-from numpy_sdpa import sdpa_backward, sdpa_double_backward, sdpa_forward, sdpa_jvp
+from numpy_sdpa import sdpa_backward, sdpa_double_backward, sdpa_forward, sdpa_jvp, steps
 
 
 def test_queries_without_keys_are_never_read():
@@ -63,3 +64,43 @@ def test_softcap_of_scores_that_overflow():
     for gradient in (second.query, second.key, second.scale):
         np.testing.assert_array_equal(gradient, 0)
     assert np.isfinite(second.softcap)
+
+
+def with_sink(entries, sink_entry):
+    return np.append(entries, np.full((*entries.shape[:-1], 1), sink_entry), axis=-1)
+
+
+def single(array):
+    return np.asarray(array, dtype=np.float32)
+
+
+@pytest.mark.parametrize("gap", [5.0, 15.0, 30.0, 60.0])
+@pytest.mark.parametrize("to_sink", [False, True])
+def test_a_row_that_is_nearly_one_weight_has_all_digits(gap, to_sink):
+    """float32 against Σ_k p_j p_k (x_j − x_k) in float64: D rounded to eps · |gP| would leave noise."""
+    logits, sink = np.array([[0.0 if to_sink else gap, -0.5, 0.25, 1.0]]), gap if to_sink else -1.0
+    exponentials = np.exp(with_sink(logits, sink) - gap)
+    exact = exponentials / exponentials.sum()
+    weights, sink_weight = single(exact[:, :-1]), single(exact[:, -1:])
+    upstream, upstream_tangent = np.array([[3.0, -7.0, 2.5, 4.0]]), np.array([[8.0, 1.0, -2.0, 0.5]])
+    direction, sink_direction = np.array([[-1.0, 5.0, 9.0, 2.0]]), np.asarray(6.0)
+
+    def mean_difference(x, p):
+        """Σ_k p_k (x_j − x_k) for each j."""
+        return ((x[:, :, None] - x[:, None, :]) * p[:, None, :]).sum(axis=-1)
+
+    def assert_right(got, got_of_sink, expected):
+        np.testing.assert_allclose(with_sink(got, got_of_sink), expected, rtol=20 * np.finfo(np.float32).eps)
+
+    x, x_tangent = with_sink(upstream, 0.0), with_sink(upstream_tangent, 0.0)
+    no_lse = single([[0.0]])
+    gradients = steps.softmax_backward(np, single(upstream), no_lse, weights, sink_weight)
+    assert_right(*gradients, exact * mean_difference(x, exact))
+    tangents = steps.softmax_tangent(np, weights, sink_weight, single(direction), single(sink_direction), None)
+    exact_tangent = exact * mean_difference(with_sink(direction, sink_direction), exact)
+    assert_right(tangents.weights, tangents.sink_weight, exact_tangent)
+    second = steps.softmax_backward_tangent(
+        np, single(upstream), single(upstream_tangent), no_lse, weights, sink_weight, tangents
+    )
+    of_weights = exact_tangent * mean_difference(x, exact) + exact * mean_difference(x, exact_tangent)
+    assert_right(*second, of_weights + exact * mean_difference(x_tangent, exact))
