@@ -104,3 +104,28 @@ def test_a_row_that_is_nearly_one_weight_has_all_digits(gap, to_sink):
     )
     of_weights = exact_tangent * mean_difference(x, exact) + exact * mean_difference(x, exact_tangent)
     assert_right(*second, of_weights + exact * mean_difference(x_tangent, exact))
+
+
+def test_an_infinite_sink_has_derivatives():
+    """+∞ takes the whole row: lse moves with it, and nothing else does. −∞ is no sink, whatever its direction."""
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((3, 2, 4, 3))
+    upstream = {"grad_lse": rng.standard_normal((2, 4)), "grad_weights": rng.standard_normal((2, 4, 4))}
+    sinks, mask = np.array([-np.inf, np.inf]), np.tri(4, dtype=bool)
+    mask[1] = False
+    output, residuals = sdpa_forward(*arrays, mask, sinks=sinks)
+    gradients = sdpa_backward(np.ones_like(output), residuals, **upstream)
+    _, without = sdpa_forward(*arrays, mask)
+    expected = sdpa_backward(np.ones_like(output), without, **upstream)
+    np.testing.assert_array_equal(gradients.sinks, [0, upstream["grad_lse"][1].sum()])
+    directions = {"query": arrays[1], "key": arrays[2], "value": arrays[0]}
+    tangents = sdpa_jvp(residuals, **directions, sinks=np.array([5.0, 7.0]))
+    expected_tangents = sdpa_jvp(without, **directions)
+    second = sdpa_double_backward(np.ones_like(output), residuals, **upstream, **directions, sinks=np.array([5.0, 7.0]))
+    expected_second = sdpa_double_backward(np.ones_like(output), without, **upstream, **directions)
+    pairs = [(gradients, expected), (tangents, expected_tangents), (second, expected_second)]
+    for got, wanted in pairs:
+        for name in {"query", "key", "value", "output", "lse", "weights"} & set(got._fields):
+            np.testing.assert_array_equal(getattr(got, name)[0], getattr(wanted, name)[0], err_msg=name)
+            np.testing.assert_array_equal(getattr(got, name)[1], 7.0 if name == "lse" else 0.0, err_msg=name)
+    np.testing.assert_array_equal(second.sinks, 0)
