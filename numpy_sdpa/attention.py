@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from numpy_sdpa import dense
+from numpy_sdpa import blockwise, dense
 from numpy_sdpa._internal.namespace import (
     Array,
     array_namespace,
@@ -180,7 +180,7 @@ def sdpa_backward(
     """
     options = residuals.options
     with computing(options.xp, options.like):
-        upstream = _upstream(residuals, grad_output, grad_lse, grad_weights)
+        upstream = checked_upstream(residuals, grad_output, grad_lse, grad_weights)
         return SDPAGradients(*like_inputs(_engine(options).backward(residuals, upstream), residuals, options))
 
 
@@ -264,7 +264,7 @@ def sdpa_double_backward(
     given = Differentiable(query, key, value, bias, sinks, alibi_slopes, scale, softcap)
     options = _dense_only(residuals, "sdpa_double_backward")
     with computing(options.xp, options.like):
-        upstream = _upstream(residuals, grad_output, grad_lse, grad_weights)
+        upstream = checked_upstream(residuals, grad_output, grad_lse, grad_weights)
         gradients, tangents = dense.double_backward(residuals, upstream, _directions(residuals, given))
         upstreams = (
             (grad_output, tangents.output),
@@ -292,7 +292,7 @@ def _rounded(residuals: SDPAResiduals) -> Array:
 def _engine(options: Options) -> Any:
     if options.method == "dense":
         return dense
-    raise ValueError('method="blockwise" is not there yet')
+    return blockwise
 
 
 def _dense_only(residuals: SDPAResiduals, function: str) -> Options:
@@ -301,8 +301,8 @@ def _dense_only(residuals: SDPAResiduals, function: str) -> Options:
     return residuals.options
 
 
-def _upstream(
-    residuals: SDPAResiduals, grad_output: Array | None, grad_lse: Array | None, grad_weights: Array | None
+def checked_upstream(
+    residuals: Any, grad_output: Array | None, grad_lse: Array | None, grad_weights: Array | None
 ) -> Upstream:
     """The upstream gradients, checked, in the compute dtype."""
     options = residuals.options
@@ -312,10 +312,9 @@ def _upstream(
         raise ValueError("at least one of grad_output, grad_lse and grad_weights must be given, got three times None")
     if grad_weights is not None and options.method != "dense":
         raise ValueError('grad_weights needs the residuals of method="dense", which keeps the weights')
-    lse_shape = options.plane[:-1]
     return Upstream(
         output=_like(residuals, "grad_output", grad_output, residuals.output.shape),
-        lse=_like(residuals, "grad_lse", grad_lse, lse_shape),
+        lse=_like(residuals, "grad_lse", grad_lse, residuals.lse.shape),
         weights=_like(residuals, "grad_weights", grad_weights, options.plane),
     )
 

@@ -297,13 +297,19 @@ def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: 
     row_sum = xp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         row_sum = row_sum + sink_exponential(xp, sinks, row_shift)
+    weights = softmax_weights(xp, exponentials, row_sum, visible)
+    return Softmax(weights, row_shift, row_sum, log_sum_exp(xp, row_shift, row_sum))
+
+
+def softmax_weights(xp: Namespace, exponentials: Array, row_sum: Array, visible: Array | None) -> Array:
+    """P = exp(Z − shift) / row_sum. A row that sees a NaN is NaN where it sees, and 0 where it does not."""
+    return mask_backward(xp, exponentials / xp.where(row_sum == 0, 1, row_sum), visible)
+
+
+def log_sum_exp(xp: Namespace, row_shift: Array, row_sum: Array) -> Array:
+    """lse = shift + log(row_sum), −∞ where the sum is 0."""
     empty = row_sum == 0
-    divisor = xp.where(empty, 1, row_sum)
-    weights = exponentials / divisor
-    if visible is not None:  # a row that sees a NaN is NaN where it sees, and 0 where it does not
-        weights = xp.where(visible, weights, 0)
-    lse = xp.where(empty, -xp.inf, row_shift + xp.log(divisor))
-    return Softmax(weights, row_shift, row_sum, lse)
+    return xp.where(empty, -xp.inf, row_shift + xp.log(xp.where(empty, 1, row_sum)))
 
 
 def sink_exponential(xp: Namespace, sinks: Array, row_shift: Array) -> Array:
@@ -341,6 +347,13 @@ def centred(xp: Namespace, entries: Array, weights: Array, sink_entry: Any, sink
     return Centred(entries - rest, None if sink_weight is None else sink_entry - rest, mean + rest)
 
 
+def sink_weight(xp: Namespace, sinks: Array | None, row_shift: Array, row_sum: Array) -> Array | None:
+    """p_sink = exp(sink − shift) / row_sum, (…, rows, 1). A row's sum is 0 only where the sink is −∞."""
+    if sinks is None:
+        return None
+    return sink_exponential(xp, sinks, row_shift) / xp.where(row_sum == 0, 1, row_sum)
+
+
 def softmax_backward(
     xp: Namespace, grad_weights: Array, grad_lse: Array, weights: Array, sink_weight: Array | None
 ) -> SoftmaxGradients:
@@ -350,9 +363,14 @@ def softmax_backward(
     """
     grad = centred(xp, grad_weights, weights, 0, sink_weight)
     return SoftmaxGradients(
-        logits=weights * (grad.entries + grad_lse),
+        logits=softmax_logits_backward(grad.entries, weights, -grad_lse),
         sinks=None if sink_weight is None else sink_weight * (grad.sink_entry + grad_lse),
     )
+
+
+def softmax_logits_backward(grad_weights: Array, weights: Array, row_term: Array) -> Array:
+    """gZ = P ∘ (gP − (D − g_lse)), also for a part of a row whose D − g_lse is known."""
+    return weights * (grad_weights - row_term)
 
 
 def softmax_tangent(

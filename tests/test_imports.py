@@ -21,9 +21,9 @@ FLOORS = [
     ["dropout", "residuals"],
     ["steps"],
     ["chain"],
-    ["dense"],
+    ["merge", "dense", "blockwise"],
     ["attention", "heads"],
-    ["jacobians", "verify", "why_scale"],
+    ["jacobians", "varlen", "verify", "why_scale"],
     ["__init__"],
     ["cli", "__main__"],
 ]
