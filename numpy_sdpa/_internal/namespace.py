@@ -85,6 +85,11 @@ def dtype_kind(xp: Namespace, dtype: DType) -> str:
     return "?"
 
 
+def real_part(xp: Namespace, array: Array) -> Array:
+    """What complex numbers are compared by, so that a complex step takes the branch of the real computation."""
+    return xp.real(array) if dtype_kind(xp, array.dtype) == "c" else array
+
+
 def dtype_name(dtype: DType) -> str:
     try:
         return np.dtype(dtype).name
