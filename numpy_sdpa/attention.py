@@ -346,7 +346,7 @@ def _like(residuals: SDPAResiduals, name: str, array: Any, shape: tuple[int, ...
     array = from_list(name, array)
     if isinstance(array, np.ndarray | np.generic) and array.shape == ():
         array = asarray(options.xp, array, options.compute_dtype, options.like)
-    array_namespace({"query": residuals.query, name: array})
+    array_namespace({"the forward's query": residuals.query, name: array})
     kind = dtype_kind(options.xp, array.dtype)
     if kind != "f" and not (kind == "c" and dtype_kind(options.xp, options.compute_dtype) == "c"):
         raise TypeError(f"{name} must be floating, got {dtype_name(array.dtype)}")
