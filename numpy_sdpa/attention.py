@@ -14,6 +14,7 @@ from numpy_sdpa._internal.namespace import (
     dtype_kind,
     dtype_name,
     from_list,
+    operand,
     owned,
 )
 from numpy_sdpa._internal.options import AttentionOptions, Options, resolve
@@ -352,4 +353,4 @@ def _like(residuals: SDPAResiduals, name: str, array: Any, shape: tuple[int, ...
         raise TypeError(f"{name} must be floating, got {dtype_name(array.dtype)}")
     if tuple(array.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
-    return astype(array, options.compute_dtype)
+    return operand(options.xp, array, options.compute_dtype)

@@ -113,6 +113,14 @@ def astype(array: Array, dtype: DType) -> Array:
     return array.astype(dtype) if hasattr(array, "astype") else array.__array_namespace__().astype(array, dtype)
 
 
+def operand(xp: Namespace, array: Array, dtype: DType) -> Array:
+    """The array in this dtype, in C order, aligned: how the caller's lies in memory must not decide a sum's order."""
+    if xp is np:
+        array = np.asarray(array, dtype=dtype, order="C")
+        return array if array.flags.aligned else array.copy()
+    return xp.asarray(array, dtype=dtype, order="C") if is_cupy(xp) else astype(array, dtype)
+
+
 def owned(array: Array) -> Array:
     """The array, or a copy where it is a view of another one."""
     return array if getattr(array, "base", None) is None else array.copy()
