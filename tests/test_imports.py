@@ -24,6 +24,7 @@ FLOORS = [
     ["dense"],
     ["attention", "heads"],
     ["jacobians", "verify", "why_scale"],
+    ["why_scale_figure"],
     ["__init__"],
     ["cli", "__main__"],
 ]
