@@ -14,6 +14,7 @@ from numpy_sdpa._internal.namespace import (
     dtype_kind,
     dtype_name,
     from_list,
+    operand,
     owned,
 )
 from numpy_sdpa._internal.options import AttentionOptions, Options, resolve
@@ -345,10 +346,10 @@ def _like(residuals: SDPAResiduals, name: str, array: Any, shape: tuple[int, ...
     array = from_list(name, array)
     if isinstance(array, np.ndarray | np.generic) and array.shape == ():
         array = asarray(options.xp, array, options.compute_dtype, options.like)
-    array_namespace({"query": residuals.query, name: array})
+    array_namespace({"the forward's query": residuals.query, name: array})
     kind = dtype_kind(options.xp, array.dtype)
     if kind != "f" and not (kind == "c" and dtype_kind(options.xp, options.compute_dtype) == "c"):
         raise TypeError(f"{name} must be floating, got {dtype_name(array.dtype)}")
     if tuple(array.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
-    return astype(array, options.compute_dtype)
+    return operand(options.xp, array, options.compute_dtype)

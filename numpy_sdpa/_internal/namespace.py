@@ -6,7 +6,7 @@ not share is here and nowhere else: how the module is found, dtypes and devices,
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,14 @@ def astype(array: Array, dtype: DType) -> Array:
     return array.astype(dtype) if hasattr(array, "astype") else array.__array_namespace__().astype(array, dtype)
 
 
+def operand(xp: Namespace, array: Array, dtype: DType) -> Array:
+    """The array in this dtype, in C order, aligned: how the caller's lies in memory must not decide a sum's order."""
+    if xp is np:
+        array = np.asarray(array, dtype=dtype, order="C")
+        return array if array.flags.aligned else array.copy()
+    return xp.asarray(array, dtype=dtype, order="C") if is_cupy(xp) else astype(array, dtype)
+
+
 def owned(array: Array) -> Array:
     """The array, or a copy where it is a view of another one."""
     return array if getattr(array, "base", None) is None else array.copy()
@@ -151,9 +159,7 @@ def is_traced(*arrays: Array) -> bool:
 
 def computing(xp: Namespace, like: Array) -> AbstractContextManager:
     """Where the arithmetic runs: on the device of `like`; infinities and NaN are results, not warnings."""
-    if xp is np:
-        return np.errstate(all="ignore")
-    return like.device if is_cupy(xp) else nullcontext()
+    return like.device if is_cupy(xp) else np.errstate(all="ignore")  # array_api_strict, too, computes by NumPy
 
 
 class ValueChecks:
