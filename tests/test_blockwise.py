@@ -6,6 +6,7 @@ import cases
 import loops
 import numpy as np
 import pytest
+from arrays import CUPY, CUPY_STANDIN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from results import assert_same_bits
@@ -440,10 +441,9 @@ def test_what_needs_the_weights_names_dense():
 # ---- CuPy
 
 
+@pytest.mark.parametrize("array_module", [CUPY_STANDIN, CUPY], indirect=True, ids=repr)
 @pytest.mark.parametrize("case", cases.ALONE + cases.SHAPES, ids=str)
 def test_cupy(case, array_module):
-    if array_module.name not in ("cupy", "cupy_standin"):
-        pytest.skip("NumPy is tested above, and blockwise knows no third module")
     inputs = cases.make(case)
 
     def converted(named):

@@ -23,6 +23,7 @@ import numpy as np
 from numpy_sdpa._internal.namespace import Array, DType
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa.blockwise.running import Partial, Rows
+from numpy_sdpa.blockwise.tiles import counted_from, has_few_rows, seen_tiles
 from numpy_sdpa.blockwise.workers import Buffers
 from numpy_sdpa.chain import Differentiable
 
@@ -52,15 +53,29 @@ def is_plain(options: Options, inputs: Differentiable) -> bool:
         options.xp is np
         and options.compute_dtype in (np.float32, np.float64)
         and all(extra is None for extra in extras)
+        and not has_few_rows(options)  # then looking at the keys would cost as much as using them
     )
 
 
-def usable_keys(key: Array, value: Array, dtype: DType) -> Keys:
+def plain_keys(options: Options, inputs: Differentiable) -> Keys | None:
+    """The slab's keys and values for its folded tiles; None where its tiles are not folded."""
+    if not is_plain(options, inputs):
+        return None
+    key, value, dtype = inputs.key, inputs.value, options.compute_dtype
     usable = _has_moderate_rows(key, dtype) & _has_moderate_rows(value, dtype)
     if usable.all():
         return Keys(key, value, None)
     zero = np.zeros((), dtype)
     return Keys(np.where(usable[..., None], key, zero), np.where(usable[..., None], value, zero), ~usable[0])
+
+
+def sees_some(options: Options, rows: slice, column_blocks: list[slice], keys: np.ndarray) -> np.ndarray:
+    """(heads, rows): which rows of a block see one of the keys that are True in (S,)."""
+    sees = np.zeros((options.plane[-3], rows.stop - rows.start), dtype=bool)
+    for tile, visible in seen_tiles(options, rows, column_blocks, None):
+        some = keys[tile.columns]
+        sees[:, counted_from(tile.rows, rows)] |= some.any() if visible is None else (visible & some).any(axis=-1)
+    return sees
 
 
 def _has_moderate_rows(array: Array, dtype: DType) -> np.ndarray:
