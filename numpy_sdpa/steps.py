@@ -292,11 +292,14 @@ def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: 
     row_shift = row_maximum(xp, logits)
     if sinks is not None:
         row_shift = xp.maximum(row_shift, row_maximum(xp, sinks[..., None, None]))
-    row_shift = xp.where(row_shift == -xp.inf, 0, row_shift)
+    if visible is not None:
+        row_shift = xp.where(row_shift == -xp.inf, 0, row_shift)
     exponentials = xp.exp(logits - row_shift)
     row_sum = xp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         row_sum = row_sum + sink_exponential(xp, sinks, row_shift)
+    if visible is None:  # the row's largest exponential is 1: no sum is 0
+        return Softmax(exponentials / row_sum, row_shift, row_sum, row_shift + xp.log(row_sum))
     weights = softmax_weights(xp, exponentials, row_sum, visible)
     return Softmax(weights, row_shift, row_sum, log_sum_exp(xp, row_shift, row_sum))
 

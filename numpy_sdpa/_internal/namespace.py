@@ -38,7 +38,7 @@ def array_namespace(arrays: Mapping[str, Array]) -> Namespace:
 
 
 def _module_of(name: str, array: Array) -> Namespace:
-    if isinstance(array, np.ndarray | np.generic):
+    if isinstance(array, (np.ndarray, np.generic)):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
                 f"{name} is a numpy.ma.MaskedArray, whose mask would be ignored: "
@@ -57,9 +57,12 @@ def _module_of(name: str, array: Array) -> Namespace:
     )
 
 
+_LISTS_AND_NUMBERS = (list, tuple, bool, int, float, complex)
+
+
 def from_list(name: str, value: Any) -> Array:
     """Lists, tuples and Python numbers become NumPy arrays; everything else is returned as it is."""
-    if not isinstance(value, list | tuple | bool | int | float | complex):
+    if not isinstance(value, _LISTS_AND_NUMBERS):
         return value
     try:
         array = np.asarray(value)
