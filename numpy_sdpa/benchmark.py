@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,6 +153,7 @@ def comparisons(workers: int, lengths: tuple[int, ...], has_torch: bool) -> Iter
     if has_torch:
         yield from _against_torch(workers, lengths)
         yield from _decoding(workers)
+        yield from _dense_against_torch()
     for dtype in (np.float32, np.float64):
         inputs = random_inputs(max(lengths), dtype=dtype)
         name = f"forward / its two products, {np.dtype(dtype).name}, L = {max(lengths)}"
@@ -186,6 +188,26 @@ def _decoding(workers: int) -> Iterator[Comparison]:
             torch_attention(inputs, False, enable_gqa=True),
             1.0 if length == 1 else None,
         )
+
+
+def _dense_against_torch() -> Iterator[Comparison]:
+    """The reference, forward: shapes (batch, heads, length, head size), the bar when full and when causal."""
+    for shape, bars in (
+        ((1, 1, 16, 16), (15, None)),
+        ((1, 8, 128, 64), (3, 6)),
+        ((4, 8, 256, 64), (3, 6)),
+        ((1, 8, 512, 64), (3, 6)),
+    ):
+        rng = np.random.default_rng(shape[-2])
+        inputs = Inputs(*(rng.standard_normal(shape).astype(np.float32) for _ in Inputs._fields))
+        for is_causal, bar in zip((False, True), bars, strict=True):
+            yield Comparison(
+                "dense forward / torch",
+                f"{shape}, {'causal' if is_causal else 'full'}",
+                partial(numpy_sdpa.attention, *inputs[:3], is_causal=is_causal),
+                torch_attention(inputs, False, is_causal=is_causal),
+                bar,
+            )
 
 
 def _against_itself(workers: int, lengths: tuple[int, ...]) -> Iterator[Comparison]:

@@ -11,7 +11,7 @@ from cupy_standin import synchronisations
 import numpy_sdpa
 from numpy_sdpa import steps
 
-CASES = cases.ALONE + cases.SHAPES
+CASES = cases.ALL
 # JAX compiles each operation anew for each shape and dtype, some five seconds a case: it gets two, one half
 # precision, and most options under jit.
 FOR_JAX = frozenset({"bare", "S = 0", "bfloat16"})
