@@ -11,22 +11,25 @@ import numpy as np
 
 from numpy_sdpa import chain, steps
 from numpy_sdpa._internal.namespace import Array
+from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile
 from numpy_sdpa.chain import Differentiable, View
-from numpy_sdpa.kernelcheck.precision import FORMATS, Precision
+from numpy_sdpa.kernelcheck.precision import Precision
+from numpy_sdpa.kernelcheck.sums import (
+    RunningSum,
+    drift,
+    like_counts,
+    log_spread,
+    parts_of,
+    stored_alike,
+    sum_variance,
+    summed_in_parts,
+)
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
 from numpy_sdpa.visibility import Tile, key_positions, query_positions
 
 # Fast exp and tanh are off by one or two units in the last place; a unit is √12 roundings.
 FUNCTION_VARIANCE = 4 * 12.0
-
-
-def sum_variance(total: Array, squares: Array, count: Array | float) -> Array:
-    """Of a sum of `count` products, one by one in any order: n (total²/3 + Σx²/6), and Σx² for the products themselves.
-
-    `total` is the sum, `squares` the sum of the squared terms. Blocks and pairs cost less.
-    """
-    return count * total**2 / 3 + (count / 6 + 1) * squares
 
 
 class Problem(NamedTuple):
@@ -75,13 +78,13 @@ class Logits(NamedTuple):
     cap_slope_variance: Array | None
 
 
-def logits(operands: Differentiable, view: View, options: object, rows: slice) -> Logits:
+def logits(operands: Differentiable, view: View, options: Options, rows: slice, precision: Precision) -> Logits:
     """`operands` of the tile's rows. Hidden positions are computed like the others: their weight is 0."""
     stages = chain.logits_forward(operands, view._replace(visible=None))
     scaled = operands.scale * operands.query
     squares = steps.inner_products(np, scaled**2, operands.key**2, view.group)
     # scaling the query, or the sum by a rounded scale or scale · log₂e
-    variance = sum_variance(stages.scores, squares, scaled.shape[-1]) + squares + 2 * stages.scores**2
+    variance = sum_variance(stages.scores, squares, scaled.shape[-1], precision) + squares + 2 * stages.scores**2
     slope = slope_variance = None
     if operands.softcap is not None:
         u = stages.scores / operands.softcap
@@ -112,11 +115,12 @@ class Forward(NamedTuple):
     count: Array  # terms of a row's sums, (…, rows, 1)
     weights: Array
     dropped: Array  # weights after dropout
+    partial_output: Array  # mean square of the output's partial sums, (…, rows, Ev)
     tail: Array  # the part of `dropped` that a sum may lose
     exponential: Array  # relative variance of each exponential, each its own
     like_keys: Array  # how many keys give the same logits, and so the same errors, as this one, (…, 1, S)
     like_rows: Array  # how many queries do, (…, rows, 1)
-    spread: Array  # variance of the row's log weights under its weights, (…, rows, 1)
+    log_weights: Array
     alike: Array  # relative variance of the row's sums from roundings that like weights share, (…, rows, 1)
     row_sum: Array  # relative variance of the row's sum from its additions, (…, rows, 1)
     lse: Array  # variance, (…, rows, 1)
@@ -137,7 +141,7 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
         bias = finite(masking_bias)
     view = chain.view_of(options, tile, masking_bias, operands.alibi_slopes is not None)
     operands = operands._replace(query=operands.query[..., rows, :], bias=bias)
-    z = logits(operands, view, options, rows)
+    z = logits(operands, view, options, rows, precision)
     lse = problem.lse[..., rows, :]
     visible = np.broadcast_to(True if view.visible is None else view.visible, z.values.shape)
     weights = np.where(visible, np.exp(np.minimum(z.values - lse, 0)), 0.0)
@@ -148,11 +152,11 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
         sink_weight = np.where(problem.has_sink[..., None, None], np.exp(np.minimum(sinks - lse, 0)), 0.0)
         sink_exponential = exponential_variance(sinks - lse, sinks, 0.0)
     count = np.sum(visible, axis=-1, keepdims=True) + 1.0  # the sink, or the last block
-    like_rows, like_keys = _like_counts(z.values, options.query_length)
+    like_rows, like_keys = like_counts(z.values, options.query_length)
+    log_weights = z.values - lse
     seen = np.maximum(np.sum(weights, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     lost = np.sum(np.where(weights < precision.vanishing, weights, 0.0), axis=-1, keepdims=True)
-    mean = np.sum(weights * (z.values - lse), axis=-1, keepdims=True) / seen
-    spread = np.sum(weights * (z.values - lse - mean) ** 2, axis=-1, keepdims=True) / seen
+    spread = log_spread(weights, log_weights, -1)
     like_terms = 1 / np.maximum(np.sum((weights / seen) ** 2, axis=-1, keepdims=True), 1 / count)
     repeated = like_terms * np.sum(weights * like_keys, axis=-1, keepdims=True) / seen
     row_sum = (count + repeated) / 3 + 1 + (lost / precision.rounding) ** 2
@@ -161,19 +165,20 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
     if sink_weight is not None:
         lse_variance = lse_variance + sink_weight * sink_exponential
     dropped = steps.dropout(np, weights, view.kept, view.dropout_p)
-    small = np.maximum(precision.vanishing * np.max(dropped, axis=-1, keepdims=True, initial=0.0), precision.vanished)
+    small = np.maximum(precision.vanishing * np.sum(dropped, axis=-1, keepdims=True), precision.vanished)
     return Forward(
         view=view,
         query=operands.scale * operands.query,
         count=count,
         weights=weights,
         dropped=dropped,
+        partial_output=sum_in_order(dropped, operands.value, view.group).mean_square(),
         tail=np.where(dropped < small, dropped, 0.0) / precision.rounding,
         exponential=exponential,
         like_keys=like_keys,
         like_rows=like_rows,
-        spread=spread,
-        alike=like_roundings(spread, like_terms, precision),
+        log_weights=log_weights,
+        alike=stored_alike(spread, precision) + drift(spread, like_terms, precision),
         row_sum=row_sum,
         lse=lse_variance,
         sink_weight=sink_weight,
@@ -181,55 +186,6 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
         cap_slope=z.cap_slope,
         cap_slope_variance=z.cap_slope_variance,
     )
-
-
-def _like_counts(values: Array, query_length: int) -> tuple[Array, Array]:
-    """How many rows are like each row of logits, and how many columns like each column.
-
-    Equal logits are rounded equally: their errors add up where those of different ones average out. Equal queries, repeated
-    tokens and padding do that. Two rows are called equal if a random projection of them is, to float32's eps; if a tile's
-    rows are, those of the other tiles are taken to be.
-    """
-    rows, columns = values.shape[-2:]
-    draw = np.random.default_rng(0).standard_normal
-    like_rows = _repetitions(*_projections(values, draw(columns))) * (query_length / max(1, rows))
-    like_columns = _repetitions(*_projections(values.mT, draw(rows)))
-    return np.where(like_rows * rows > query_length, like_rows, 1.0)[..., None], like_columns[..., None, :]
-
-
-def _projections(values: Array, direction: Array) -> tuple[Array, Array]:
-    return values @ direction, np.sqrt(values**2 @ direction**2)
-
-
-def _repetitions(projection: Array, size: Array) -> Array:
-    """For each number of the last axis how many others there are within float32's eps of its size; itself included."""
-    if projection.size == 0:
-        return projection
-    order = np.argsort(projection, axis=-1)
-    ordered = np.take_along_axis(projection, order, -1)
-    allowed = np.take_along_axis(size, order, -1)[..., 1:] * FORMATS["float32"].eps
-    starts = np.ones(projection.shape, dtype=bool)
-    starts[..., 1:] = np.diff(ordered, axis=-1) > allowed
-    group = np.cumsum(starts) - 1  # a new one starts with each row of the last axis
-    counts = np.bincount(group)[group].reshape(projection.shape)
-    repetitions = np.empty(projection.shape)
-    np.put_along_axis(repetitions, order, counts, -1)
-    return repetitions
-
-
-def _share(spread: Array, scale: Array | float) -> Array:
-    """0 … 1: how far weights of this variance of their logarithms are alike on this scale."""
-    return scale**2 / (scale**2 + spread)
-
-
-def like_roundings(spread: Array, count: Array | float, precision: Precision) -> Array:
-    """Relative variance of a sum over (nearly) equal weights, whose roundings are equal, not independent.
-
-    The weights round to the half type alike where they differ by less than its eps. And adding `count` like terms one by
-    one rounds alike for as long as the sum's exponent stays, n/3 roundings in all, if they differ by less than n eps.
-    """
-    stored = precision.half * _share(spread, precision.half_eps) if precision.half else 0.0
-    return stored + count**2 / 9 * _share(spread, count * precision.vanishing)
 
 
 def weights_variance(tile: Forward) -> Array:
@@ -248,8 +204,16 @@ def output_variance(tile: Forward, value: Array, output: Array, precision: Preci
     if tile.sink_weight is not None:
         whole = whole + tile.sink_exponential * tile.sink_weight**2
     variance = steps.sum_over_keys(np, own, value**2, None, group) + output * (output * whole - 2 * mixed)
-    variance = np.maximum(variance, 0) + output**2 * (tile.count / 3 + tile.row_sum + tile.alike)
+    variance = np.maximum(variance, 0) + output**2 * (tile.row_sum + tile.alike) + tile.count * tile.partial_output
     return variance + steps.sum_over_keys(np, tile.tail, value, None, group) ** 2
+
+
+def sum_in_order(tile: Array, keys: Array, group: int) -> RunningSum:
+    """tile @ keys, with what it is on the way."""
+    total = RunningSum()
+    for part in parts_of(tile.shape[-1]):
+        total.add(steps.sum_over_keys(np, tile[..., part], keys[..., part, :], None, group))
+    return total
 
 
 # Backward: output → softmax → logits
@@ -286,7 +250,7 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     if problem.grad_weights is not None:
         grad_weights = grad_weights + problem.grad_weights[..., rows, :]
     grad_weights_variance = (
-        keep**2 * sum_variance(products, squares, value.shape[-1]) + (precision.half + 1) * grad_weights**2
+        keep**2 * sum_variance(products, squares, value.shape[-1], precision) + (precision.half + 1) * grad_weights**2
     )
     row_dot = np.sum(weights * grad_weights, axis=-1, keepdims=True)
     inside = grad_weights - row_dot
@@ -303,6 +267,7 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     if tile.cap_slope is not None:
         grad_scores, slope_weights = tile.cap_slope * grad_logits, tile.cap_slope * weights
         scores_own = tile.cap_slope**2 * own + tile.cap_slope_variance * grad_logits**2 + grad_scores**2
+        scores_own = scores_own + near_zero(grad_scores, precision)
     grad_sinks = grad_sinks_variance = None
     if tile.sink_weight is not None:
         grad_sinks = tile.sink_weight * (grad_lse - row_dot)
@@ -322,7 +287,14 @@ def _row_dot_variance(tile: Forward, grad_weights: Array, grad_weights_variance:
     variance = np.sum(own * tile.like_keys, axis=-1, keepdims=True) + (tile.row_sum + tile.alike) * row_dot**2
     if tile.sink_weight is not None:
         variance = variance + tile.sink_exponential * (tile.sink_weight * row_dot) ** 2
-    return variance + sum_variance(row_dot, np.sum(terms**2, axis=-1, keepdims=True), tile.count)
+    return variance + tile.count * partial_sums(terms) + (tile.count / 6 + 1) * np.sum(terms**2, axis=-1, keepdims=True)
+
+
+def partial_sums(terms: Array) -> Array:
+    """The mean square of a row's partial sums, (…, rows, 1)."""
+    total = RunningSum()
+    total.add_along(summed_in_parts(terms))
+    return np.broadcast_to(np.asarray(total.mean_square())[..., None], (*terms.shape[:-1], 1))
 
 
 def _output_dot_variance(
@@ -332,9 +304,9 @@ def _output_dot_variance(
     terms = grad_output * output
     output_dot = np.sum(terms, axis=-1, keepdims=True)
     terms_squared = np.sum(terms**2, axis=-1, keepdims=True)
-    variance = sum_variance(output_dot, terms_squared, terms.shape[-1])
-    variance = variance + (precision.half + tile.count / 3) * terms_squared
-    variance = variance + np.sum(grad_output**2 * near_zero(output, precision), axis=-1, keepdims=True)
+    variance = sum_variance(output_dot, terms_squared, terms.shape[-1], precision)
+    entries = precision.half * output**2 + near_zero(output, precision) + tile.count * tile.partial_output
+    variance = variance + np.sum(grad_output**2 * entries, axis=-1, keepdims=True)
     inside = (tile.count / 6 + 2) * squares + precision.half * tile.like_keys * products**2
     variance = variance + np.sum(tile.dropped**2 * inside, axis=-1, keepdims=True)
     return variance + np.sum(tile.tail * products, axis=-1, keepdims=True) ** 2
@@ -347,79 +319,5 @@ def near_zero(array: Array, precision: Precision) -> Array:
 
 def vanished(tile: Forward, back: Backward, precision: Precision) -> Array:
     """The entries of the scores' gradient that stored weights or stored gradients of a small type may lose, all at once."""
-    is_lost = (tile.weights < precision.vanished) | (np.abs(back.grad_logits) < precision.vanished)
+    is_lost = (tile.weights < precision.vanished) | (np.abs(back.grad_scores) < precision.vanished)
     return np.where(is_lost, back.grad_scores, 0.0) / precision.rounding
-
-
-# Gradients of the inputs. Those summed over rows are one tile's share of the variance: the caller adds the tiles.
-
-
-def grad_query_variance(
-    problem: Problem, tile: Forward, back: Backward, has_copies: bool, precision: Precision
-) -> Array:
-    """gQ = scale · gS K: errors of a row's lse and D reach all its keys together, as gQ itself and as Σ P d k.
-
-    `has_copies`: the query was broadcast, and half types round each copy's gradient before they are summed.
-    """
-    group, key, scale = tile.view.group, problem.operands.key, problem.operands.scale
-    product = steps.sum_over_keys(np, back.grad_scores, key, None, group)
-    mean_key = steps.sum_over_keys(np, back.slope_weights, key, None, group)
-    own = back.scores_own * tile.like_keys + (tile.count / 6 + 1) * back.grad_scores**2
-    variance = steps.sum_over_keys(np, own, key**2, None, group) + back.row_dot * mean_key**2
-    if precision.vanished:
-        variance = variance + steps.sum_over_keys(np, vanished(tile, back, precision), key, None, group) ** 2
-    variance = scale**2 * (variance + (tile.lse + tile.count / 3 + 2) * product**2)
-    if has_copies:
-        variance = variance + precision.half * (scale * product) ** 2 + near_zero(scale * product, precision)
-    return variance
-
-
-def grad_key_variance(tile: Forward, back: Backward, count: float) -> Array:
-    """gK = gSᵀ (scale · Q), but for the total of the sum of `count` terms: each row's errors are its own."""
-    own = (back.scores_variance(tile) + (count / 6 + 3) * back.grad_scores**2) * tile.like_rows
-    return steps.sum_over_queries(np, own, tile.query**2, None, tile.view.group)
-
-
-def grad_key_vanished(tile: Forward, back: Backward, precision: Precision) -> Array:
-    """What underflow takes from gK; adds up over tiles."""
-    return steps.sum_over_queries(np, vanished(tile, back, precision), tile.query, None, tile.view.group)
-
-
-def grad_value_variance(tile: Forward, grad_output: Array, count: float, precision: Precision) -> Array:
-    """gV = Wᵀ gO, but for the total of the sum of `count` terms."""
-    own = (tile.exponential + tile.lse + precision.half + count / 6 + 3) * tile.like_rows * tile.dropped**2
-    own = own + near_zero(tile.dropped, precision)
-    return steps.sum_over_queries(np, own, grad_output**2, None, tile.view.group)
-
-
-def grad_value_together(tile: Forward, grad_output: Array, count: float, precision: Precision) -> Array:
-    """The standard deviation of gV from what like weights share, and what underflow takes; adds up over tiles."""
-    share = np.sqrt(like_roundings(tile.spread, count, precision))
-    lost = np.where(tile.dropped < precision.vanished, tile.dropped, 0.0) / precision.rounding
-    return steps.sum_over_queries(np, share * tile.dropped + lost, grad_output, None, tile.view.group)
-
-
-def grad_bias_variance(
-    tile: Forward, back: Backward, over_keys: bool, count: float, precision: Precision
-) -> Array:
-    """gb = gZ, summed over keys where the bias has one column; but for the total of the sum of `count` terms."""
-    if over_keys:
-        return row_total_variance(tile, back, 1.0, count, precision)
-    return (back.logits_variance(tile) + (count / 6 + 1) * back.grad_logits**2) * (tile.like_rows if count > 1 else 1)
-
-
-def row_total_variance(
-    tile: Forward, back: Backward, factor: Array | float, count: float, precision: Precision
-) -> Array:
-    """Σ gZ · factor over a row's keys (…, rows, 1), which errors of lse and D reach together; but for the sum's total.
-
-    The factor is −distance for the slopes' gradient, and 1 for that of a bias of one column.
-    """
-    own = (back.own * tile.like_keys + (count / 6 + 2) * back.grad_logits**2) * factor**2
-    total = np.sum(back.grad_logits * factor, axis=-1, keepdims=True)
-    mean = np.sum(tile.weights * factor, axis=-1, keepdims=True)
-    variance = np.sum(own, axis=-1, keepdims=True) + tile.lse * total**2 + back.row_dot * mean**2
-    if precision.vanished:
-        lost = np.where(tile.weights < precision.vanished, back.grad_logits, 0.0) / precision.rounding
-        variance = variance + np.sum(lost * factor, axis=-1, keepdims=True) ** 2
-    return variance * tile.like_rows
