@@ -15,8 +15,8 @@ from numpy_sdpa.kernelcheck.input_gradients import GRADIENTS
 from numpy_sdpa.kernelcheck.precision import FORMATS, Precision, half_unit, precision_of
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
 
-# Elements of the plane in one tile: its dozen arrays of float64 stay below half a gigabyte.
-_TILE = 2**21
+# Elements of the plane in one tile: its dozens of arrays of float64 take 4 MiB each.
+_TILE = 2**19
 
 
 def rounding_sigma(
