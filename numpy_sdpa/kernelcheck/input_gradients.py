@@ -35,8 +35,9 @@ class GradQuery:
         own = back.scores_own * tile.like_keys + (tile.count / 6 + 1) * back.grad_scores**2
         variance = steps.sum_over_keys(np, own, key**2, None, group) + back.row_dot * mean_key**2
         variance = variance + tile.count * product.mean_square() + (tile.lse + 2) * product.total**2
-        if precision.vanished:
-            variance = variance + steps.sum_over_keys(np, vanished(tile, back, precision), key, None, group) ** 2
+        lost = vanished(tile, back, precision)
+        if np.any(lost):
+            variance = variance + steps.sum_over_keys(np, lost, key, None, group) ** 2
         variance = scale**2 * variance
         if self._copies > 1:
             variance = variance + copy_variance(scale * product.total, precision)
@@ -73,7 +74,8 @@ class _OverRows:
 
         own = (own + (self.count / 6 + 3) * matrix**2) * like_rows
         self._own = self._own + steps.sum_over_queries(np, own, array**2, None, self._group)
-        self._together = self._together + summed(together)
+        if np.any(together):
+            self._together = self._together + summed(together)
         for start in range(0, matrix.shape[-2], self._part):
             part = slice(start, start + self._part)
             self._sum.add(steps.sum_over_queries(np, matrix[..., part, :], array[..., part, :], None, self._group))

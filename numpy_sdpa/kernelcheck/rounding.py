@@ -73,7 +73,9 @@ def problem_of(residuals: SDPAResiduals, upstream: Upstream | None) -> Problem:
 
 class Logits(NamedTuple):
     values: Array
+    scores: Array  # capped
     variance: Array
+    common: Array  # the part of the variance that the row's keys may share: the scaled query's, the scale's
     cap_slope: Array | None  # d = ∂ capped / ∂ scores; None without softcap
     cap_slope_variance: Array | None
 
@@ -84,7 +86,8 @@ def logits(operands: Differentiable, view: View, options: Options, rows: slice, 
     scaled = operands.scale * operands.query
     squares = steps.inner_products(np, scaled**2, operands.key**2, view.group)
     # scaling the query, or the sum by a rounded scale or scale · log₂e
-    variance = sum_variance(stages.scores, squares, scaled.shape[-1], precision) + squares + 2 * stages.scores**2
+    common = squares + 2 * stages.scores**2
+    variance = sum_variance(stages.scores, squares, scaled.shape[-1], precision) + common
     slope = slope_variance = None
     if operands.softcap is not None:
         u = stages.scores / operands.softcap
@@ -93,6 +96,7 @@ def logits(operands: Differentiable, view: View, options: Options, rows: slice, 
         slope = 1 - t**2
         slope_variance = 4 * t**2 * (FUNCTION_VARIANCE * t**2 + slope**2 * u_variance) + t**4 + slope**2
         variance = operands.softcap**2 * slope**2 * u_variance + (FUNCTION_VARIANCE + 1) * stages.capped_scores**2
+        common = slope**2 * common
     if operands.alibi_slopes is not None:
         # slope · j alone is as right as slope · |p(i) − j| where only earlier keys are seen: it shifts the row
         reach = np.maximum(
@@ -101,7 +105,7 @@ def logits(operands: Differentiable, view: View, options: Options, rows: slice, 
         variance = variance + 2 * (operands.alibi_slopes[..., None, None] * reach) ** 2
     if operands.alibi_slopes is not None or operands.bias is not None:
         variance = variance + stages.logits**2
-    return Logits(stages.logits, variance, slope, slope_variance)
+    return Logits(stages.logits, stages.capped_scores, variance, common, slope, slope_variance)
 
 
 def exponential_variance(shifted: Array, logit: Array, logit_variance: Array) -> Array:
@@ -122,6 +126,7 @@ class Forward(NamedTuple):
     like_rows: Array  # how many queries do, (…, rows, 1)
     log_weights: Array
     alike: Array  # relative variance of the row's sums from roundings that like weights share, (…, rows, 1)
+    against_sink: Array  # relative variance of the row's sums from errors that all keys share and the sink does not
     row_sum: Array  # relative variance of the row's sum from its additions, (…, rows, 1)
     lse: Array  # variance, (…, rows, 1)
     sink_weight: Array | None
@@ -147,12 +152,13 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
     weights = np.where(visible, np.exp(np.minimum(z.values - lse, 0)), 0.0)
     exponential = np.where(visible, exponential_variance(z.values - lse, z.values, z.variance), 0.0)
     sink_weight = sink_exponential = None
+    against_sink = np.zeros_like(lse)
     if operands.sinks is not None:
         sinks = operands.sinks[..., None, None]
         sink_weight = np.where(problem.has_sink[..., None, None], np.exp(np.minimum(sinks - lse, 0)), 0.0)
         sink_exponential = exponential_variance(sinks - lse, sinks, 0.0)
     count = np.sum(visible, axis=-1, keepdims=True) + 1.0  # the sink, or the last block
-    like_rows, like_keys = like_counts(z.values, options.query_length)
+    like_rows, like_keys = like_counts(z.scores, options.query_length)
     log_weights = z.values - lse
     seen = np.maximum(np.sum(weights, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     lost = np.sum(np.where(weights < precision.vanishing, weights, 0.0), axis=-1, keepdims=True)
@@ -164,6 +170,7 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
     lse_variance = np.sum(weights * exponential, axis=-1, keepdims=True) + row_sum + 4 * lse**2 + 1
     if sink_weight is not None:
         lse_variance = lse_variance + sink_weight * sink_exponential
+        against_sink = sink_weight**2 * np.sum(weights * z.common, axis=-1, keepdims=True) / seen
     dropped = steps.dropout(np, weights, view.kept, view.dropout_p)
     small = np.maximum(precision.vanishing * np.sum(dropped, axis=-1, keepdims=True), precision.vanished)
     return Forward(
@@ -179,6 +186,7 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
         like_rows=like_rows,
         log_weights=log_weights,
         alike=stored_alike(spread, precision) + drift(spread, like_terms, precision),
+        against_sink=against_sink,
         row_sum=row_sum,
         lse=lse_variance,
         sink_weight=sink_weight,
@@ -204,7 +212,7 @@ def output_variance(tile: Forward, value: Array, output: Array, precision: Preci
     if tile.sink_weight is not None:
         whole = whole + tile.sink_exponential * tile.sink_weight**2
     variance = steps.sum_over_keys(np, own, value**2, None, group) + output * (output * whole - 2 * mixed)
-    variance = np.maximum(variance, 0) + output**2 * (tile.row_sum + tile.alike) + tile.count * tile.partial_output
+    variance = np.maximum(variance, 0) + output**2 * (tile.row_sum + tile.alike + tile.against_sink) + tile.count * tile.partial_output
     return variance + steps.sum_over_keys(np, tile.tail, value, None, group) ** 2
 
 
@@ -284,7 +292,7 @@ def _row_dot_variance(tile: Forward, grad_weights: Array, grad_weights_variance:
     terms = tile.weights * grad_weights
     row_dot = np.sum(terms, axis=-1, keepdims=True)
     own = tile.exponential * (terms - tile.weights * row_dot) ** 2 + tile.weights**2 * grad_weights_variance
-    variance = np.sum(own * tile.like_keys, axis=-1, keepdims=True) + (tile.row_sum + tile.alike) * row_dot**2
+    variance = np.sum(own * tile.like_keys, axis=-1, keepdims=True) + (tile.row_sum + tile.alike + tile.against_sink) * row_dot**2
     if tile.sink_weight is not None:
         variance = variance + tile.sink_exponential * (tile.sink_weight * row_dot) ** 2
     return variance + tile.count * partial_sums(terms) + (tile.count / 6 + 1) * np.sum(terms**2, axis=-1, keepdims=True)
