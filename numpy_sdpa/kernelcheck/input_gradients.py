@@ -1,10 +1,11 @@
-"""The rounding variance of the gradients of the inputs: what `rounding` finds in each tile, summed as the kernel sums.
+"""The rounding variance of the inputs' gradients: what `rounding` finds in each tile, summed as a kernel sums.
 
-Every class gathers one gradient: `add` takes the tiles in order, `variance` gives the result in the input's shape, in units of
-`Precision.rounding` squared. docs/tolerance.md derives them under their names.
+Every class gathers one gradient: `add` takes the tiles in order, `variance` gives the result in the input's shape, in
+units of `Precision.rounding` squared. docs/tolerance.md derives them under their names.
 """
 
 import math
+from typing import Protocol
 
 import numpy as np
 
@@ -17,12 +18,22 @@ from numpy_sdpa.kernelcheck.rounding import Backward, Forward, Problem, near_zer
 from numpy_sdpa.kernelcheck.sums import RunningSum, drift, log_spread, parts_of, stored_alike, summed_in_parts
 
 
+class Gradient(Protocol):
+    """How one input's gradient is gathered."""
+
+    def __init__(self, problem: Problem, gold: Array, precision: Precision) -> None: ...
+
+    def add(self, tile: Forward, back: Backward, rows: slice) -> None: ...
+
+    def variance(self) -> Array: ...
+
+
 class GradQuery:
     """gQ = scale · gS K: errors of a row's lse and D reach all its keys together, as gQ itself and as Σ P d k."""
 
-    def __init__(self, problem: Problem, options: Options, gold: Array, precision: Precision) -> None:
+    def __init__(self, problem: Problem, gold: Array, precision: Precision) -> None:
         self._problem, self._gold, self._precision = problem, gold, precision
-        self._copies = math.prod(options.plane[:-2]) / max(1, math.prod(gold.shape[:-2]))
+        self._copies = math.prod(problem.options.plane[:-2]) / max(1, math.prod(gold.shape[:-2]))
         self._variance = np.zeros(problem.operands.query.shape)
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
@@ -98,8 +109,8 @@ class _OverRows:
 class GradKey:
     """gK = gSᵀ (scale · Q)."""
 
-    def __init__(self, problem: Problem, options: Options, gold: Array, precision: Precision) -> None:
-        self._sum, self._precision = _OverRows(options, gold, precision), precision
+    def __init__(self, problem: Problem, gold: Array, precision: Precision) -> None:
+        self._sum, self._precision = _OverRows(problem.options, gold, precision), precision
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         lost = vanished(tile, back, self._precision)
@@ -112,8 +123,8 @@ class GradKey:
 class GradValue:
     """gV = Wᵀ gO."""
 
-    def __init__(self, problem: Problem, options: Options, gold: Array, precision: Precision) -> None:
-        self._sum, self._problem, self._precision = _OverRows(options, gold, precision), problem, precision
+    def __init__(self, problem: Problem, gold: Array, precision: Precision) -> None:
+        self._sum, self._problem, self._precision = _OverRows(problem.options, gold, precision), problem, precision
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         precision, dropped = self._precision, tile.dropped
@@ -131,11 +142,11 @@ class GradValue:
 class GradBias:
     """gb = gZ, summed over the axes along which the bias was broadcast."""
 
-    def __init__(self, problem: Problem, options: Options, gold: Array, precision: Precision) -> None:
+    def __init__(self, problem: Problem, gold: Array, precision: Precision) -> None:
         self._gold, self._precision = gold, precision
-        shape = np.shape(problem.masking_bias)
-        self._count = math.prod(options.plane) / max(1, math.prod(shape))
-        self._over_rows, self._over_keys = (shape[axis] != options.plane[axis] for axis in (-2, -1))
+        plane, shape = problem.options.plane, (1,) * (2 - gold.ndim) + gold.shape
+        self._count = math.prod(plane) / max(1, math.prod(shape))
+        self._over_rows, self._over_keys = (shape[axis] != plane[axis] for axis in (-2, -1))
         self._variance = np.zeros(shape)
         self._sum = RunningSum()
         self._like_rows = 1.0
@@ -194,8 +205,8 @@ class _PerHead:
 class GradSinks:
     """g_sink = Σ p_sink (g_lse − D) over the rows."""
 
-    def __init__(self, problem: Problem, options: Options, gold: Array, precision: Precision) -> None:
-        self._sum = _PerHead(options, gold, precision, 1)
+    def __init__(self, problem: Problem, gold: Array, precision: Precision) -> None:
+        self._sum = _PerHead(problem.options, gold, precision, 1)
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         self._sum.add(back.grad_sinks, back.grad_sinks_variance, tile.like_rows)
@@ -207,8 +218,8 @@ class GradSinks:
 class GradSlopes:
     """gm = −Σ gZ · distance over rows and keys."""
 
-    def __init__(self, problem: Problem, options: Options, gold: Array, precision: Precision) -> None:
-        self._sum, self._precision = _PerHead(options, gold, precision, options.key_length), precision
+    def __init__(self, problem: Problem, gold: Array, precision: Precision) -> None:
+        self._sum, self._precision = _PerHead(problem.options, gold, precision, problem.options.key_length), precision
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         distance = tile.view.distance
@@ -219,7 +230,7 @@ class GradSlopes:
         return self._sum.variance()
 
 
-GRADIENTS = {
+GRADIENTS: dict[str, type[Gradient]] = {
     "grad_query": GradQuery,
     "grad_key": GradKey,
     "grad_value": GradValue,
@@ -235,7 +246,7 @@ def copy_variance(copies: Array, precision: Precision) -> Array:
 
 
 def vanished(tile: Forward, back: Backward, precision: Precision) -> Array:
-    """The entries of the scores' gradient that stored weights or stored gradients of a small type may lose, all at once."""
+    """The entries of the scores' gradient that underflow may take, all at once, in units of a rounding."""
     is_lost = (tile.weights < precision.vanished) | (np.abs(back.grad_scores) < precision.vanished)
     return np.where(is_lost, back.grad_scores, 0.0) / precision.rounding
 

@@ -35,13 +35,14 @@ FUNCTION_VARIANCE = 4 * 12.0
 class Problem(NamedTuple):
     """The chain's inputs without non-finite entries, and what the forward pass gave."""
 
+    options: Options
     operands: Differentiable  # query with the plane's batch axes and heads, not scaled
     masking_bias: Array | None  # the bias with its −∞, at least 2-D
     has_sink: Array | None  # (…, Hq): False where a sink is −∞ (no sink) or +∞ (exact)
     output: Array  # (B…, Hq, L, Ev)
     lse: Array  # (B…, Hq, L, 1); 0 where −∞
-    grad_output: Array | None  # (B…, Hq, L, Ev)
-    grad_lse: Array | None  # (B…, Hq, L, 1)
+    grad_output: Array  # (B…, Hq, L, Ev)
+    grad_lse: Array  # (B…, Hq, L, 1)
     grad_weights: Array | None  # (B…, Hq, L, S)
 
 
@@ -51,31 +52,35 @@ def finite(array: Array) -> Array:
 
 
 def problem_of(residuals: SDPAResiduals, upstream: Upstream | None) -> Problem:
-    operands = chain.operands_of(residuals, residuals.options)
+    options = residuals.options
+    operands = chain.operands_of(residuals, options)
     clean = Differentiable(*(None if array is None else finite(array) for array in operands))
-    upstream = Upstream(None, None, None) if upstream is None else upstream
-    flowing = Upstream(*(None if array is None else finite(array) for array in upstream))
-    lse = finite(residuals.lse)[..., None]
+    flowing = Upstream(None, None, None) if upstream is None else upstream
+    output, lse = finite(residuals.output), finite(residuals.lse)[..., None]
+    grad_lse = np.zeros_like(lse) if flowing.lse is None else finite(flowing.lse)[..., None]
     return Problem(
+        options=options,
         operands=clean,
         masking_bias=None if operands.bias is None else np.atleast_2d(operands.bias),
         has_sink=None if operands.sinks is None else np.isfinite(operands.sinks),
-        output=finite(residuals.output),
+        output=output,
         lse=lse,
-        grad_output=flowing.output,
-        grad_lse=None if flowing.lse is None else np.where(np.isfinite(residuals.lse), flowing.lse, 0.0)[..., None],
-        grad_weights=flowing.weights,
+        grad_output=np.zeros_like(output) if flowing.output is None else finite(flowing.output),
+        grad_lse=np.where(np.isfinite(residuals.lse)[..., None], grad_lse, 0.0),
+        grad_weights=None if flowing.weights is None else finite(flowing.weights),
     )
 
 
-# Forward: logits → softmax → output
+# ------------------------------------------------------------------------------------------------------------------
+# Forward: scores → logits → softmax → output
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Logits(NamedTuple):
     values: Array
-    scores: Array  # capped
+    capped_scores: Array
     variance: Array
-    common: Array  # the part of the variance that the row's keys may share: the scaled query's, the scale's
+    shared: Array  # the part of the variance that a row's keys may share: the scaled query's, the scale's
     cap_slope: Array | None  # d = ∂ capped / ∂ scores; None without softcap
     cap_slope_variance: Array | None
 
@@ -85,9 +90,9 @@ def logits(operands: Differentiable, view: View, options: Options, rows: slice, 
     stages = chain.logits_forward(operands, view._replace(visible=None))
     scaled = operands.scale * operands.query
     squares = steps.inner_products(np, scaled**2, operands.key**2, view.group)
-    # scaling the query, or the sum by a rounded scale or scale · log₂e
-    common = squares + 2 * stages.scores**2
-    variance = sum_variance(stages.scores, squares, scaled.shape[-1], precision) + common
+    # scaling the query; or the product by a rounded scale, or scale · log₂e
+    shared = squares + 2 * stages.scores**2
+    variance = sum_variance(stages.scores, squares, scaled.shape[-1], precision) + shared
     slope = slope_variance = None
     if operands.softcap is not None:
         u = stages.scores / operands.softcap
@@ -96,50 +101,50 @@ def logits(operands: Differentiable, view: View, options: Options, rows: slice, 
         slope = 1 - t**2
         slope_variance = 4 * t**2 * (FUNCTION_VARIANCE * t**2 + slope**2 * u_variance) + t**4 + slope**2
         variance = operands.softcap**2 * slope**2 * u_variance + (FUNCTION_VARIANCE + 1) * stages.capped_scores**2
-        common = slope**2 * common
-    if operands.alibi_slopes is not None:
+        shared = slope**2 * shared
+    if view.distance is not None:
         # slope · j alone is as right as slope · |p(i) − j| where only earlier keys are seen: it shifts the row
-        reach = np.maximum(
-            np.abs(query_positions(options, rows)), key_positions(options, slice(0, view.distance.shape[-1]))
-        )
-        variance = variance + 2 * (operands.alibi_slopes[..., None, None] * reach) ** 2
-    if operands.alibi_slopes is not None or operands.bias is not None:
+        positions = np.abs(query_positions(options, rows)), key_positions(options, slice(0, options.key_length))
+        variance = variance + 2 * (operands.alibi_slopes[..., None, None] * np.maximum(*positions)) ** 2
+    if view.distance is not None or operands.bias is not None:
         variance = variance + stages.logits**2
-    return Logits(stages.logits, stages.capped_scores, variance, common, slope, slope_variance)
+    return Logits(stages.logits, stages.capped_scores, variance, shared, slope, slope_variance)
 
 
-def exponential_variance(shifted: Array, logit: Array, logit_variance: Array) -> Array:
+def exponential_variance(shifted: Array, logit: Array, logit_variance: Array | float) -> Array:
     """Relative, of exp(logit − shift): the logit's own, the subtraction's or that inside exp2, exp's."""
     return logit_variance + logit**2 + shifted**2 + FUNCTION_VARIANCE
 
 
+class Sink(NamedTuple):
+    weight: Array  # 0 without one, (…, rows, 1)
+    exponential: Array  # relative variance of its exponential
+
+
 class Forward(NamedTuple):
+    """One tile's weights, and where their errors come from. A row's array is (…, rows, 1)."""
+
     view: View
     query: Array  # scaled
-    count: Array  # terms of a row's sums, (…, rows, 1)
+    count: Array  # terms of a row's sums
     weights: Array
-    dropped: Array  # weights after dropout
-    partial_output: Array  # mean square of the output's partial sums, (…, rows, Ev)
-    tail: Array  # the part of `dropped` that a sum may lose
-    exponential: Array  # relative variance of each exponential, each its own
-    like_keys: Array  # how many keys give the same logits, and so the same errors, as this one, (…, 1, S)
-    like_rows: Array  # how many queries do, (…, rows, 1)
     log_weights: Array
-    alike: Array  # relative variance of the row's sums from roundings that like weights share, (…, rows, 1)
-    against_sink: Array  # relative variance of the row's sums from errors that all keys share and the sink does not
-    row_sum: Array  # relative variance of the row's sum from its additions, (…, rows, 1)
-    lse: Array  # variance, (…, rows, 1)
-    sink_weight: Array | None
-    sink_exponential: Array | None
+    dropped: Array  # weights after dropout
+    tail: Array  # the part of `dropped` that a sum may lose, in units of a rounding
+    partial_output: Array  # mean square of the output's partial sums, (…, rows, Ev)
+    exponential: Array  # relative variance of each exponential
+    like_keys: Array  # how many keys have the same scores, and so the same errors, as this one, (…, 1, S)
+    like_rows: Array  # how many queries have
+    together: Array  # relative variance of a row's sums from what its terms share
+    lse: Array  # variance
+    sink: Sink
     cap_slope: Array | None
     cap_slope_variance: Array | None
 
 
-def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: Precision) -> Forward:
-    """One tile's weights and where their errors come from."""
-    options = residuals.options
+def forward(problem: Problem, rows: slice, precision: Precision) -> Forward:
+    options, operands = problem.options, problem.operands
     tile = Tile(rows, slice(0, options.key_length))
-    operands = problem.operands
     masking_bias = bias = None
     if problem.masking_bias is not None:
         masking_bias = slice_tile(problem.masking_bias, tile.rows, tile.columns)
@@ -149,28 +154,15 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
     z = logits(operands, view, options, rows, precision)
     lse = problem.lse[..., rows, :]
     visible = np.broadcast_to(True if view.visible is None else view.visible, z.values.shape)
-    weights = np.where(visible, np.exp(np.minimum(z.values - lse, 0)), 0.0)
-    exponential = np.where(visible, exponential_variance(z.values - lse, z.values, z.variance), 0.0)
-    sink_weight = sink_exponential = None
-    against_sink = np.zeros_like(lse)
-    if operands.sinks is not None:
-        sinks = operands.sinks[..., None, None]
-        sink_weight = np.where(problem.has_sink[..., None, None], np.exp(np.minimum(sinks - lse, 0)), 0.0)
-        sink_exponential = exponential_variance(sinks - lse, sinks, 0.0)
-    count = np.sum(visible, axis=-1, keepdims=True) + 1.0  # the sink, or the last block
-    like_rows, like_keys = like_counts(z.scores, options.query_length)
     log_weights = z.values - lse
-    seen = np.maximum(np.sum(weights, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
-    lost = np.sum(np.where(weights < precision.vanishing, weights, 0.0), axis=-1, keepdims=True)
-    spread = log_spread(weights, log_weights, -1)
-    like_terms = 1 / np.maximum(np.sum((weights / seen) ** 2, axis=-1, keepdims=True), 1 / count)
-    repeated = like_terms * np.sum(weights * like_keys, axis=-1, keepdims=True) / seen
-    row_sum = (count + repeated) / 3 + 1 + (lost / precision.rounding) ** 2
+    weights = np.where(visible, np.exp(np.minimum(log_weights, 0)), 0.0)
+    exponential = np.where(visible, exponential_variance(log_weights, z.values, z.variance), 0.0)
+    like_rows, like_keys = like_counts(z.capped_scores, options.query_length)
+    count = np.sum(visible, axis=-1, keepdims=True) + 1.0  # the sink, or the last block
+    sink = _sink(problem, lse)
+    row_sum, together = row_variances(weights, log_weights, z.shared, sink, like_keys, count, precision)
     # the errors of a row's logits may all be the same, as where its keys are
-    lse_variance = np.sum(weights * exponential, axis=-1, keepdims=True) + row_sum + 4 * lse**2 + 1
-    if sink_weight is not None:
-        lse_variance = lse_variance + sink_weight * sink_exponential
-        against_sink = sink_weight**2 * np.sum(weights * z.common, axis=-1, keepdims=True) / seen
+    lse_variance = np.sum(weights * exponential, axis=-1, keepdims=True) + sink.weight * sink.exponential
     dropped = steps.dropout(np, weights, view.kept, view.dropout_p)
     small = np.maximum(precision.vanishing * np.sum(dropped, axis=-1, keepdims=True), precision.vanished)
     return Forward(
@@ -178,22 +170,42 @@ def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: 
         query=operands.scale * operands.query,
         count=count,
         weights=weights,
+        log_weights=log_weights,
         dropped=dropped,
-        partial_output=sum_in_order(dropped, operands.value, view.group).mean_square(),
         tail=np.where(dropped < small, dropped, 0.0) / precision.rounding,
+        partial_output=sum_in_order(dropped, operands.value, view.group).mean_square(),
         exponential=exponential,
         like_keys=like_keys,
         like_rows=like_rows,
-        log_weights=log_weights,
-        alike=stored_alike(spread, precision) + drift(spread, like_terms, precision),
-        against_sink=against_sink,
-        row_sum=row_sum,
-        lse=lse_variance,
-        sink_weight=sink_weight,
-        sink_exponential=sink_exponential,
+        together=row_sum + together,
+        lse=lse_variance + row_sum + 4 * lse**2 + 1,  # log, row shift, their sum, and the change to base 2 and back
+        sink=sink,
         cap_slope=z.cap_slope,
         cap_slope_variance=z.cap_slope_variance,
     )
+
+
+def _sink(problem: Problem, lse: Array) -> Sink:
+    if problem.has_sink is None:
+        return Sink(np.zeros_like(lse), np.zeros_like(lse))
+    sinks = problem.operands.sinks[..., None, None]
+    weight = np.where(problem.has_sink[..., None, None], np.exp(np.minimum(sinks - lse, 0)), 0.0)
+    return Sink(weight, exponential_variance(sinks - lse, sinks, 0.0))
+
+
+def row_variances(
+    weights: Array, log_weights: Array, shared: Array, sink: Sink, like_keys: Array, count: Array, precision: Precision
+) -> tuple[Array, Array]:
+    """Relative variances: of a row's sum of exponentials from its additions, of its other sums from shared errors."""
+    seen = np.maximum(np.sum(weights, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+    like_terms = 1 / np.maximum(np.sum((weights / seen) ** 2, axis=-1, keepdims=True), 1 / count)
+    repeated = like_terms * np.sum(weights * like_keys, axis=-1, keepdims=True) / seen
+    lost = np.sum(np.where(weights < precision.vanishing, weights, 0.0), axis=-1, keepdims=True)
+    row_sum = (count + repeated) / 3 + 1 + (lost / precision.rounding) ** 2
+    spread = log_spread(weights, log_weights, -1)
+    # an error that all keys share changes their weight against the sink's
+    against_sink = sink.weight**2 * np.sum(weights * shared, axis=-1, keepdims=True) / seen
+    return row_sum, stored_alike(spread, precision) + drift(spread, like_terms, precision) + against_sink
 
 
 def weights_variance(tile: Forward) -> Array:
@@ -208,11 +220,9 @@ def output_variance(tile: Forward, value: Array, output: Array, precision: Preci
     own = exponential + (precision.half + 2) * tile.like_keys + tile.count / 6
     own = own * dropped**2 + near_zero(dropped, precision)
     mixed = steps.sum_over_keys(np, exponential * weights * dropped, value, None, group)
-    whole = np.sum(exponential * weights**2, axis=-1, keepdims=True)
-    if tile.sink_weight is not None:
-        whole = whole + tile.sink_exponential * tile.sink_weight**2
+    whole = np.sum(exponential * weights**2, axis=-1, keepdims=True) + tile.sink.exponential * tile.sink.weight**2
     variance = steps.sum_over_keys(np, own, value**2, None, group) + output * (output * whole - 2 * mixed)
-    variance = np.maximum(variance, 0) + output**2 * (tile.row_sum + tile.alike + tile.against_sink) + tile.count * tile.partial_output
+    variance = np.maximum(variance, 0) + output**2 * tile.together + tile.count * tile.partial_output
     return variance + steps.sum_over_keys(np, tile.tail, value, None, group) ** 2
 
 
@@ -224,18 +234,25 @@ def sum_in_order(tile: Array, keys: Array, group: int) -> RunningSum:
     return total
 
 
-# Backward: output → softmax → logits
+def near_zero(array: Array, precision: Precision) -> Array:
+    """Numbers near 0 lose what underflow takes, at most themselves."""
+    return np.minimum((array / precision.rounding) ** 2, precision.underflow)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Backward: output → softmax → scores
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Backward(NamedTuple):
     grad_logits: Array
     own: Array  # variance of grad_logits from errors of its own
-    row_dot: Array  # variance of D, which reaches the whole row as P · error, (…, rows, 1)
+    row_dot: Array  # variance of D, whose error reaches the whole row, times P, (…, rows, 1)
     grad_scores: Array
     scores_own: Array
     slope_weights: Array  # P · d: what an error of D is multiplied by on its way to grad_scores
-    grad_sinks: Array | None  # (…, rows, 1)
-    grad_sinks_variance: Array | None
+    grad_sinks: Array  # (…, rows, 1)
+    grad_sinks_variance: Array
 
     def logits_variance(self, tile: Forward) -> Array:
         """Of grad_logits, all errors together."""
@@ -247,26 +264,23 @@ class Backward(NamedTuple):
 
 
 def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision) -> Backward:
-    """gZ = P ∘ (gP − D + g_lse), gS = d ∘ gZ."""
-    view, weights, value = tile.view, tile.weights, problem.operands.value
-    grad_output = problem.grad_output[..., rows, :]
-    grad_lse = 0.0 if problem.grad_lse is None else problem.grad_lse[..., rows, :]
+    """gP = dropout(gO Vᵀ), gZ = P ∘ (gP − D + g_lse), gS = d ∘ gZ, g_sink = p_sink (g_lse − D)."""
+    view, weights, value, sink = tile.view, tile.weights, problem.operands.value, tile.sink
+    grad_output, output = problem.grad_output[..., rows, :], problem.output[..., rows, :]
+    grad_lse = problem.grad_lse[..., rows, :]
     products = steps.inner_products(np, grad_output, value, view.group)
     squares = steps.inner_products(np, grad_output**2, value**2, view.group)
     keep = steps.dropout(np, np.ones_like(weights), view.kept, view.dropout_p)
     grad_weights = keep * products
     if problem.grad_weights is not None:
         grad_weights = grad_weights + problem.grad_weights[..., rows, :]
-    grad_weights_variance = (
-        keep**2 * sum_variance(products, squares, value.shape[-1], precision) + (precision.half + 1) * grad_weights**2
-    )
+    grad_weights_variance = keep**2 * sum_variance(products, squares, value.shape[-1], precision)
+    grad_weights_variance = grad_weights_variance + (precision.half + 1) * grad_weights**2
     row_dot = np.sum(weights * grad_weights, axis=-1, keepdims=True)
+    row_dot_variance = _row_dot_variance(tile, grad_weights, grad_weights_variance)
+    row_dot_variance += _output_dot_variance(tile, grad_output, output, products, squares, precision)
     inside = grad_weights - row_dot
     grad_logits = weights * (inside + grad_lse)
-    row_dot_variance = _row_dot_variance(tile, grad_weights, grad_weights_variance)
-    row_dot_variance += _output_dot_variance(
-        tile, grad_output, problem.output[..., rows, :], products, squares, precision
-    )
     own = weights**2 * (grad_weights_variance + inside**2) + (tile.exponential + 2) * grad_logits**2
     # stored weights, and their gradient as it goes into the products
     own = own + 2 * precision.half * grad_logits**2 + near_zero(grad_logits, precision)
@@ -276,12 +290,9 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
         grad_scores, slope_weights = tile.cap_slope * grad_logits, tile.cap_slope * weights
         scores_own = tile.cap_slope**2 * own + tile.cap_slope_variance * grad_logits**2 + grad_scores**2
         scores_own = scores_own + near_zero(grad_scores, precision)
-    grad_sinks = grad_sinks_variance = None
-    if tile.sink_weight is not None:
-        grad_sinks = tile.sink_weight * (grad_lse - row_dot)
-        grad_sinks_variance = (tile.sink_exponential + tile.lse + 2) * grad_sinks**2
-        grad_sinks_variance = grad_sinks_variance + tile.sink_weight**2 * row_dot_variance
-        grad_sinks_variance = grad_sinks_variance + near_zero(tile.sink_weight, precision) * (grad_lse - row_dot) ** 2
+    grad_sinks = sink.weight * (grad_lse - row_dot)
+    grad_sinks_variance = (sink.exponential + tile.lse + 2) * grad_sinks**2 + sink.weight**2 * row_dot_variance
+    grad_sinks_variance = grad_sinks_variance + near_zero(sink.weight, precision) * (grad_lse - row_dot) ** 2
     return Backward(
         grad_logits, own, row_dot_variance, grad_scores, scores_own, slope_weights, grad_sinks, grad_sinks_variance
     )
@@ -292,9 +303,8 @@ def _row_dot_variance(tile: Forward, grad_weights: Array, grad_weights_variance:
     terms = tile.weights * grad_weights
     row_dot = np.sum(terms, axis=-1, keepdims=True)
     own = tile.exponential * (terms - tile.weights * row_dot) ** 2 + tile.weights**2 * grad_weights_variance
-    variance = np.sum(own * tile.like_keys, axis=-1, keepdims=True) + (tile.row_sum + tile.alike + tile.against_sink) * row_dot**2
-    if tile.sink_weight is not None:
-        variance = variance + tile.sink_exponential * (tile.sink_weight * row_dot) ** 2
+    variance = np.sum(own * tile.like_keys, axis=-1, keepdims=True)
+    variance = variance + (tile.together + tile.sink.exponential * tile.sink.weight**2) * row_dot**2
     return variance + tile.count * partial_sums(terms) + (tile.count / 6 + 1) * np.sum(terms**2, axis=-1, keepdims=True)
 
 
@@ -318,14 +328,3 @@ def _output_dot_variance(
     inside = (tile.count / 6 + 2) * squares + precision.half * tile.like_keys * products**2
     variance = variance + np.sum(tile.dropped**2 * inside, axis=-1, keepdims=True)
     return variance + np.sum(tile.tail * products, axis=-1, keepdims=True) ** 2
-
-
-def near_zero(array: Array, precision: Precision) -> Array:
-    """Numbers near 0 lose what underflow takes, at most themselves."""
-    return np.minimum((array / precision.rounding) ** 2, precision.underflow)
-
-
-def vanished(tile: Forward, back: Backward, precision: Precision) -> Array:
-    """The entries of the scores' gradient that stored weights or stored gradients of a small type may lose, all at once."""
-    is_lost = (tile.weights < precision.vanished) | (np.abs(back.grad_scores) < precision.vanished)
-    return np.where(is_lost, back.grad_scores, 0.0) / precision.rounding

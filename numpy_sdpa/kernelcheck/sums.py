@@ -15,7 +15,7 @@ _TINY = np.finfo(np.float64).tiny
 
 
 def sum_variance(total: Array, squares: Array, count: int, precision: Precision) -> Array:
-    """Of a sum of `count` products, one by one, in any order: n (total²/3 + Σx²/6), and Σx² for the products themselves.
+    """Of a sum of `count` products, one by one in any order: n (total²/3 + Σx²/6), and Σx² for the products.
 
     `total` is the sum, `squares` the sum of the squared terms. Blocks and pairs cost less; like terms drift.
     """
@@ -26,14 +26,14 @@ def sum_variance(total: Array, squares: Array, count: int, precision: Precision)
 def drift(spread: Array, count: Array | float, precision: Precision) -> Array:
     """Relative variance of adding `count` like terms one by one, in addition; `spread` is their relative variance.
 
-    Each addition then rounds as the last one did for as long as the sum's exponent stays: n/3 roundings in all, if the terms
-    differ by less than n eps.
+    Each addition then rounds as the last one did for as long as the sum's exponent stays: n/3 roundings in all, if the
+    terms differ by less than n eps.
     """
     return count**2 / 9 * _share(spread, count * precision.vanishing)
 
 
 def stored_alike(spread: Array, precision: Precision) -> Array:
-    """Relative variance of a sum over weights that round to the half type alike, as they differ by less than its eps."""
+    """Relative variance of a sum over weights that round to the half type alike: that differ by less than its eps."""
     return precision.half * _share(spread, precision.half_eps) if precision.half else np.zeros_like(spread)
 
 

@@ -43,16 +43,16 @@ def rounding_sigma(
         For each name of `gold` the standard deviations, float64, in gold's shape; without the rounding to the array's
         own dtype (see `tolerance`). Finite everywhere.
     """
-    precision, options = precision_of(dtype), residuals.options
+    precision = precision_of(dtype)
     with np.errstate(all="ignore"):
         problem = rounding.problem_of(residuals, upstream)
         wanted = {name: rounding.finite(gold[name]) for name in gold if name in GRADIENTS}
-        gradients = {name: GRADIENTS[name](problem, options, array, precision) for name, array in wanted.items()}
+        gradients = {name: GRADIENTS[name](problem, array, precision) for name, array in wanted.items()}
         if gradients and upstream is None:
             raise ValueError(f"upstream, which {', '.join(gradients)} come from, must be given, got None")
         variances = {name: np.zeros(array.shape) for name, array in gold.items() if name not in gradients}
-        for rows in _row_tiles(options):
-            tile = rounding.forward(problem, residuals, rows, precision)
+        for rows in _row_tiles(residuals.options):
+            tile = rounding.forward(problem, rows, precision)
             _put_forward(variances, problem, tile, rows, precision)
             if gradients:
                 back = rounding.backward(problem, tile, rows, precision)
