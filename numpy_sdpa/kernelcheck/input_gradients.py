@@ -14,7 +14,7 @@ from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import sum_heads, sum_to_shape
 from numpy_sdpa.kernelcheck.precision import Precision
-from numpy_sdpa.kernelcheck.rounding import Backward, Forward, Problem, near_zero, partial_sums
+from numpy_sdpa.kernelcheck.rounding import Backward, Entries, Forward, Problem, near_zero, partial_sums, sum_in_order
 from numpy_sdpa.kernelcheck.sums import RunningSum, drift, log_spread, parts_of, stored_alike, summed_in_parts
 
 
@@ -39,14 +39,13 @@ class GradQuery:
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         group, precision = tile.view.group, self._precision
         key, scale = self._problem.operands.key, self._problem.operands.scale
-        product = RunningSum()
-        for part in parts_of(key.shape[-2]):
-            product.add(steps.sum_over_keys(np, back.grad_scores[..., part], key[..., part, :], None, group))
-        mean_key = steps.sum_over_keys(np, back.slope_weights, key, None, group)
-        own = back.scores_own * tile.like_keys + (tile.count / 6 + 1) * back.grad_scores**2
-        variance = steps.sum_over_keys(np, own, key**2, None, group) + back.row_dot * mean_key**2
+        scores = back.scores
+        product = sum_in_order(scores.values, key, group)
+        mean_key = steps.sum_over_keys(np, scores.weights, key, None, group)
+        own = scores.along_row() + (tile.count / 6 + 1) * scores.values**2
+        variance = steps.sum_over_keys(np, own, key**2, None, group) + scores.row_dot * mean_key**2
         variance = variance + tile.count * product.mean_square() + (tile.lse + 2) * product.total**2
-        lost = vanished(tile, back, precision)
+        lost = vanished(tile, back.scores, precision)
         if np.any(lost):
             variance = variance + steps.sum_over_keys(np, lost, key, None, group) ** 2
         variance = scale**2 * variance
@@ -83,7 +82,7 @@ class _OverRows:
         def summed(factor: Array, group: int = self._group) -> Array:
             return steps.sum_over_queries(np, factor, array, None, group)
 
-        own = (own + (self.count / 6 + 3) * matrix**2) * like_rows
+        own = own + (self.count / 6 + 3) * like_rows * matrix**2
         self._own = self._own + steps.sum_over_queries(np, own, array**2, None, self._group)
         if np.any(together):
             self._together = self._together + summed(together)
@@ -113,8 +112,8 @@ class GradKey:
         self._sum, self._precision = _OverRows(problem.options, gold, precision), precision
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
-        lost = vanished(tile, back, self._precision)
-        self._sum.add(back.grad_scores, tile.query, back.scores_variance(tile), lost, tile.like_rows)
+        lost = vanished(tile, back.scores, self._precision)
+        self._sum.add(back.scores.values, tile.query, back.scores.along_column(), lost, tile.like_rows)
 
     def variance(self) -> Array:
         return self._sum.variance()
@@ -128,7 +127,8 @@ class GradValue:
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         precision, dropped = self._precision, tile.dropped
-        own = (tile.exponential + tile.lse + precision.half) * dropped**2 + near_zero(dropped, precision)
+        own = (tile.exponential + tile.lse + precision.half) * tile.like_rows * dropped**2
+        own = own + near_zero(dropped, precision)
         spread = log_spread(tile.weights, tile.log_weights, -2)
         alike = np.sqrt(stored_alike(spread, precision) + drift(spread, self._sum.count, precision))
         small = np.maximum(precision.vanishing * np.sum(dropped, axis=-2, keepdims=True), precision.vanished)
@@ -152,13 +152,14 @@ class GradBias:
         self._like_rows = 1.0
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
-        own, grad_logits = back.logits_variance(tile), back.grad_logits
+        grad_logits = back.logits.values
         if self._over_keys:
-            own = row_total_variance(tile, back, 1.0, self._precision)
-            own = own + tile.count * partial_sums(grad_logits)
+            own = row_total_variance(tile, back.logits, 1.0, self._precision) + tile.count * partial_sums(grad_logits)
             grad_logits = np.sum(grad_logits, axis=-1, keepdims=True)
+        else:
+            own = back.logits.along_column() if self._count > 1 else back.logits.alone()
         if self._count > 1:
-            own = (own + (self._count / 6 + 1) * grad_logits**2) * tile.like_rows
+            own = own + (self._count / 6 + 1) * tile.like_rows * grad_logits**2
         part = self._variance if self._over_rows else self._variance[..., rows, :]
         part += sum_to_shape(np, own, part.shape)
         if self._over_rows:
@@ -186,7 +187,7 @@ class _PerHead:
     def add(self, terms: Array, own: Array, like_rows: Array) -> None:
         """`terms` (…, rows, n) and the variance of each row's sum (…, rows, 1)."""
         squares = np.sum(terms**2, axis=-1, keepdims=True)
-        self._own = self._own + np.sum((own + (self.count / 6 + 2) * squares) * like_rows, axis=(-2, -1))
+        self._own = self._own + np.sum(own + (self.count / 6 + 2) * like_rows * squares, axis=(-2, -1))
         small = self._precision.vanishing * np.abs(self._gold)[..., None, None]
         self._lost = self._lost + np.sum(np.where(np.abs(terms) < small, terms, 0.0), axis=(-2, -1))
         parts = summed_in_parts(terms)
@@ -209,7 +210,7 @@ class GradSinks:
         self._sum = _PerHead(problem.options, gold, precision, 1)
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
-        self._sum.add(back.grad_sinks, back.grad_sinks_variance, tile.like_rows)
+        self._sum.add(back.grad_sinks, back.grad_sinks_variance * tile.like_rows, tile.like_rows)
 
     def variance(self) -> Array:
         return self._sum.variance()
@@ -223,8 +224,8 @@ class GradSlopes:
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         distance = tile.view.distance
-        own = row_total_variance(tile, back, distance, self._precision)
-        self._sum.add(-back.grad_logits * distance, own, tile.like_rows)
+        own = row_total_variance(tile, back.logits, distance, self._precision)
+        self._sum.add(-back.logits.values * distance, own, tile.like_rows)
 
     def variance(self) -> Array:
         return self._sum.variance()
@@ -245,16 +246,20 @@ def copy_variance(copies: Array, precision: Precision) -> Array:
     return precision.half * copies**2 + near_zero(copies, precision) if precision.half else np.zeros_like(copies)
 
 
-def vanished(tile: Forward, back: Backward, precision: Precision) -> Array:
+def vanished(tile: Forward, scores: Entries, precision: Precision) -> Array:
     """The entries of the scores' gradient that underflow may take, all at once, in units of a rounding."""
-    is_lost = (tile.weights < precision.vanished) | (np.abs(back.grad_scores) < precision.vanished)
-    return np.where(is_lost, back.grad_scores, 0.0) / precision.rounding
+    is_lost = (tile.weights < precision.vanished) | (np.abs(scores.values) < precision.vanished)
+    return np.where(is_lost, scores.values, 0.0) / precision.rounding
 
 
-def row_total_variance(tile: Forward, back: Backward, factor: Array | float, precision: Precision) -> Array:
-    """Σ gZ · factor over a row's keys (…, rows, 1), without its additions: errors of lse and D reach them together."""
-    own = np.sum((back.own * tile.like_keys + back.grad_logits**2) * factor**2, axis=-1, keepdims=True)
-    total = np.sum(back.grad_logits * factor, axis=-1, keepdims=True)
-    mean = np.sum(tile.weights * factor, axis=-1, keepdims=True)
-    lost = np.where(tile.weights < precision.vanished, back.grad_logits * factor, 0.0) / precision.rounding
-    return own + tile.lse * total**2 + back.row_dot * mean**2 + np.sum(lost, axis=-1, keepdims=True) ** 2
+def row_total_variance(tile: Forward, logits: Entries, factor: Array | float, precision: Precision) -> Array:
+    """Σ gZ · factor over a row's keys (…, rows, 1), without its additions, in sums over like rows.
+
+    Errors of lse and D reach all of a row's entries together.
+    """
+    own = np.sum((logits.along_row() + logits.values**2) * factor**2, axis=-1, keepdims=True)
+    total = np.sum(logits.values * factor, axis=-1, keepdims=True)
+    mean = np.sum(logits.weights * factor, axis=-1, keepdims=True)
+    lost = np.where(tile.weights < precision.vanished, logits.values * factor, 0.0) / precision.rounding
+    own = own + logits.lse * total**2 + logits.row_dot * mean**2 + np.sum(lost, axis=-1, keepdims=True) ** 2
+    return own * np.maximum(logits.like_rows, logits.like_products[0])

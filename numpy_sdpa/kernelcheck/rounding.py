@@ -244,23 +244,37 @@ def near_zero(array: Array, precision: Precision) -> Array:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+class Entries(NamedTuple):
+    """One tile of a gradient (gZ or gS), and the variance of its entries alone and in sums."""
+
+    values: Array
+    weights: Array  # P, or P · d: what an error of D is multiplied by
+    own: Array  # variance from errors of each entry's own
+    of_products: Array  # the part of `own` that comes from gO Vᵀ
+    like_products: tuple[Array, Array]  # how many rows and columns of gO Vᵀ are alike, (…, rows, 1) and (…, 1, S)
+    lse: Array  # variance of lse and of D, whose errors reach the whole row, (…, rows, 1)
+    row_dot: Array
+    like_rows: Array
+    like_keys: Array
+
+    def alone(self) -> Array:
+        return self.own + self.lse * self.values**2 + self.row_dot * self.weights**2
+
+    def along_row(self) -> Array:
+        """For sums over a row: like keys err together. Without the errors of lse and D, which all its entries share."""
+        return self.own * self.like_keys + self.of_products * np.maximum(self.like_products[1] - self.like_keys, 0)
+
+    def along_column(self) -> Array:
+        """For sums over a column: like rows err together."""
+        of_products = self.of_products * np.maximum(self.like_products[0] - self.like_rows, 0)
+        return self.alone() * self.like_rows + of_products
+
+
 class Backward(NamedTuple):
-    grad_logits: Array
-    own: Array  # variance of grad_logits from errors of its own
-    row_dot: Array  # variance of D, whose error reaches the whole row, times P, (…, rows, 1)
-    grad_scores: Array
-    scores_own: Array
-    slope_weights: Array  # P · d: what an error of D is multiplied by on its way to grad_scores
+    logits: Entries
+    scores: Entries
     grad_sinks: Array  # (…, rows, 1)
     grad_sinks_variance: Array
-
-    def logits_variance(self, tile: Forward) -> Array:
-        """Of grad_logits, all errors together."""
-        return self.own + tile.lse * self.grad_logits**2 + self.row_dot * tile.weights**2
-
-    def scores_variance(self, tile: Forward) -> Array:
-        """Of grad_scores, all errors together."""
-        return self.scores_own + tile.lse * self.grad_scores**2 + self.row_dot * self.slope_weights**2
 
 
 def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision) -> Backward:
@@ -270,42 +284,43 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     grad_lse = problem.grad_lse[..., rows, :]
     products = steps.inner_products(np, grad_output, value, view.group)
     squares = steps.inner_products(np, grad_output**2, value**2, view.group)
+    like_products = like_counts(products, problem.options.query_length)
     keep = steps.dropout(np, np.ones_like(weights), view.kept, view.dropout_p)
     grad_weights = keep * products
     if problem.grad_weights is not None:
         grad_weights = grad_weights + problem.grad_weights[..., rows, :]
-    grad_weights_variance = keep**2 * sum_variance(products, squares, value.shape[-1], precision)
-    grad_weights_variance = grad_weights_variance + (precision.half + 1) * grad_weights**2
+    of_products = keep**2 * sum_variance(products, squares, value.shape[-1], precision)
+    of_products = weights**2 * (of_products + (precision.half + 1) * grad_weights**2)
     row_dot = np.sum(weights * grad_weights, axis=-1, keepdims=True)
-    row_dot_variance = _row_dot_variance(tile, grad_weights, grad_weights_variance)
+    row_dot_variance = _row_dot_variance(tile, grad_weights, of_products, like_products[1])
     row_dot_variance += _output_dot_variance(tile, grad_output, output, products, squares, precision)
     inside = grad_weights - row_dot
     grad_logits = weights * (inside + grad_lse)
-    own = weights**2 * (grad_weights_variance + inside**2) + (tile.exponential + 2) * grad_logits**2
+    own = of_products + (weights * inside) ** 2 + (tile.exponential + 2) * grad_logits**2
     # stored weights, and their gradient as it goes into the products
     own = own + 2 * precision.half * grad_logits**2 + near_zero(grad_logits, precision)
     own = own + near_zero(weights, precision) * (inside + grad_lse) ** 2
-    grad_scores, scores_own, slope_weights = grad_logits, own, weights
+    along = (like_products, tile.lse, row_dot_variance, tile.like_rows, tile.like_keys)
+    of_logits = of_scores = Entries(grad_logits, weights, own, of_products, *along)
     if tile.cap_slope is not None:
-        grad_scores, slope_weights = tile.cap_slope * grad_logits, tile.cap_slope * weights
-        scores_own = tile.cap_slope**2 * own + tile.cap_slope_variance * grad_logits**2 + grad_scores**2
-        scores_own = scores_own + near_zero(grad_scores, precision)
+        grad_scores = tile.cap_slope * grad_logits
+        own = tile.cap_slope**2 * own + tile.cap_slope_variance * grad_logits**2 + grad_scores**2
+        own = own + near_zero(grad_scores, precision)
+        of_scores = Entries(grad_scores, tile.cap_slope * weights, own, tile.cap_slope**2 * of_products, *along)
     grad_sinks = sink.weight * (grad_lse - row_dot)
     grad_sinks_variance = (sink.exponential + tile.lse + 2) * grad_sinks**2 + sink.weight**2 * row_dot_variance
     grad_sinks_variance = grad_sinks_variance + near_zero(sink.weight, precision) * (grad_lse - row_dot) ** 2
-    return Backward(
-        grad_logits, own, row_dot_variance, grad_scores, scores_own, slope_weights, grad_sinks, grad_sinks_variance
-    )
+    return Backward(of_logits, of_scores, grad_sinks, grad_sinks_variance)
 
 
-def _row_dot_variance(tile: Forward, grad_weights: Array, grad_weights_variance: Array) -> Array:
+def _row_dot_variance(tile: Forward, grad_weights: Array, of_products: Array, like_products: Array) -> Array:
     """D = Σ P ∘ gP over the row's keys. An error of one exponential also changes the row's sum: Σ r (P (gP − D))²."""
     terms = tile.weights * grad_weights
     row_dot = np.sum(terms, axis=-1, keepdims=True)
-    own = tile.exponential * (terms - tile.weights * row_dot) ** 2 + tile.weights**2 * grad_weights_variance
-    variance = np.sum(own * tile.like_keys, axis=-1, keepdims=True)
-    variance = variance + (tile.together + tile.sink.exponential * tile.sink.weight**2) * row_dot**2
-    return variance + tile.count * partial_sums(terms) + (tile.count / 6 + 1) * np.sum(terms**2, axis=-1, keepdims=True)
+    own = tile.exponential * (terms - tile.weights * row_dot) ** 2 * tile.like_keys
+    own = own + of_products * np.maximum(tile.like_keys, like_products) + (tile.count / 6 + 1) * terms**2
+    shared = tile.together + tile.sink.exponential * tile.sink.weight**2
+    return np.sum(own, axis=-1, keepdims=True) + shared * row_dot**2 + tile.count * partial_sums(terms)
 
 
 def partial_sums(terms: Array) -> Array:

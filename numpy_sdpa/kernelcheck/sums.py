@@ -92,18 +92,18 @@ def summed_in_parts(terms: Array) -> Array:
     return np.add.reduceat(terms, starts, axis=-1) if starts else terms
 
 
-def like_counts(scores: Array, query_length: int) -> tuple[Array, Array]:
-    """How many rows are like each row of scores (…, rows, 1), and how many columns like each column (…, 1, columns).
+def like_counts(product: Array, query_length: int) -> tuple[Array, Array]:
+    """How many rows are like each row of a product (…, rows, 1), and columns like each column (…, 1, columns).
 
-    Equal scores are rounded equally: their errors add up where those of different ones average out. Equal queries,
+    Equal numbers are rounded equally: their errors add up where those of different ones average out. Equal queries,
     repeated tokens and padding make them. Two rows are called equal if a random projection of them is, to float32's eps;
     if a tile's rows are, those of the other tiles are taken to be.
     """
-    rows, columns = scores.shape[-2:]
+    rows, columns = product.shape[-2:]
     draw = np.random.default_rng(0).standard_normal
-    like_rows = _repetitions(scores, draw(columns))
+    like_rows = _repetitions(product, draw(columns))
     like_rows = np.where(like_rows > 1, like_rows * query_length / max(1, rows), 1.0)
-    return like_rows[..., None], _repetitions(scores.mT, draw(rows))[..., None, :]
+    return like_rows[..., None], _repetitions(product.mT, draw(rows))[..., None, :]
 
 
 def _repetitions(vectors: Array, direction: Array) -> Array:
