@@ -1,0 +1,147 @@
+"""One attention problem in float64: inputs, options, upstream gradients, and what a kernel gave for it.
+
+Arrays are (B…, H, L, E) here, whatever the layout of the dump they came from (`dump`), and always have a head axis.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from numpy_sdpa._internal.options import Inputs, Options, resolve
+
+Array = np.ndarray
+
+INPUTS = ("query", "key", "value", "bias", "sinks", "alibi_slopes")  # those that have a gradient
+FORWARD = ("output", "lse", "weights")
+GRADIENTS = tuple(f"grad_{name}" for name in INPUTS)
+RESULTS = FORWARD + GRADIENTS
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What a kernel was asked.
+
+    Attributes
+    ----------
+    inputs : mapping
+        query, key, value and the option arrays by their names in the contract; floating ones in float64.
+    options : mapping
+        The other options.
+    upstream : mapping
+        grad_output and grad_lse, those that flow, in float64.
+    given : mapping
+        What the kernel gave, by result name, in float64; a shape may be wrong.
+    dtype : str
+        The kernel's precision: its query's dtype.
+    """
+
+    inputs: Mapping[str, Array]
+    options: Mapping[str, Any]
+    upstream: Mapping[str, Array]
+    given: Mapping[str, Array]
+    dtype: str
+    lse_of_empty_rows: float = -math.inf  # what the kernel's own system gives where nothing is visible (`semantics`)
+    fill: str = field(default="zero")  # … and its output there: "zero", or "mean" of all values
+
+    @cached_property
+    def resolved(self) -> tuple[Inputs, Options]:
+        """The inputs and options as the reference takes them, computing in float64."""
+        arguments = {**self.inputs, **self.options, "compute_dtype": np.float64}
+        positional = (arguments.pop(name) for name in ("query", "key", "value"))
+        return resolve(*positional, arguments.pop("mask", None), arguments)
+
+    @property
+    def plane(self) -> tuple[int, ...]:
+        """(B…, Hq, L, S)"""
+        return self.resolved[1].plane
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """(B…, Hq)"""
+        return self.plane[:-2]
+
+    @property
+    def key_heads(self) -> Array:
+        """The key head that each query head reads, under grouped heads."""
+        return np.arange(self.lead[-1]) // self.resolved[1].group
+
+    def has_gradients(self) -> bool:
+        return bool(self.upstream)
+
+    def shape_of(self, result: str) -> tuple[int, ...]:
+        """The shape that the contract gives to a result."""
+        if result.startswith("grad_"):
+            return self.inputs[result.removeprefix("grad_")].shape
+        tail = {"output": (self.inputs["value"].shape[-1],), "lse": (), "weights": (self.plane[-1],)}[result]
+        return (*self.plane[:-1], *tail)
+
+    def repeated_axes(self, name: str) -> tuple[int, ...]:
+        """The axes (from the right, negative) along which an input is broadcast, in its gradient before any sum.
+
+        That gradient is (B…, Hq, …): for key and value the heads are those of the group, which is no broadcasting.
+        """
+        shape, full = self.inputs[name].shape, self.full_shape(name)
+        grouped = name in ("key", "value") and self.resolved[1].group > 1
+        missing = len(full) - len(shape)
+        padded = (1,) * missing + tuple(shape)
+        return tuple(
+            axis - len(full)
+            for axis in range(len(full))
+            if padded[axis] == 1 != full[axis] and not (grouped and axis == len(full) - 3)
+        )
+
+    def in_groups(self, name: str, unsummed: Array, key_heads: Array | None = None) -> Array:
+        """Gradients of key and value summed over the query heads of each key head; others as they are."""
+        if name not in ("key", "value") or self.resolved[1].group == 1:
+            return unsummed
+        key_heads = self.key_heads if key_heads is None else key_heads
+        of_heads = [np.sum(unsummed[..., key_heads == head, :, :], axis=-3) for head in range(self.inputs[name].shape[-3])]
+        return np.stack(of_heads, axis=-3)
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of an input's gradient before any sum: one entry for each place where the input is read."""
+        if name in ("sinks", "alibi_slopes"):
+            return self.lead
+        if name == "bias":
+            return self.plane
+        return (*self.lead, *self.inputs[name].shape[-2:])
+
+    def element(self, index: int) -> "Problem":
+        """The problem of one batch element alone (its batch axes stay, with size 1)."""
+        batch = self.lead[:-1]
+        if not batch:
+            return self
+        place = np.unravel_index(index, batch)
+        inputs = {name: batch_element(name, array, place) for name, array in self.inputs.items()}
+        options = {name: batch_element(name, option, place) for name, option in self.options.items()}
+        upstream = {name: batch_element(name, array, place) for name, array in self.upstream.items()}
+        given = {name: batch_element(name, array, place) for name, array in self.given.items()}
+        return replace(self, inputs=inputs, options=options, upstream=upstream, given=given)
+
+
+# How many axes of an array follow its batch axes; what is not here has no batch axes. Sinks, slopes, mask, bias and
+# dropout_mask may come without: they are told by their rank.
+_AFTER_BATCH = {
+    **dict.fromkeys(("query_lengths", "key_lengths", "query_offset"), 0),
+    **dict.fromkeys(("sinks", "alibi_slopes", "query_segments", "key_segments"), 1),
+    **dict.fromkeys(("grad_sinks", "grad_alibi_slopes"), 1),
+    **dict.fromkeys(("lse", "grad_lse"), 2),
+}
+
+
+def batch_element(name: str, array: Any, place: tuple[int, ...]) -> Any:
+    """One batch element's part of an array or option; where it is broadcast, or has no batch axes, all of it."""
+    if not isinstance(array, np.ndarray):
+        return array
+    batch_axes = array.ndim - _AFTER_BATCH.get(name, 3)
+    if batch_axes < len(place):
+        return array
+    return array[tuple(slice(None) if size == 1 else slice(i, i + 1) for i, size in zip(place, array.shape, strict=False))]
+
+
+def batch_elements(problem: Problem) -> Iterator[int]:
+    return iter(range(math.prod(problem.lead[:-1])))
