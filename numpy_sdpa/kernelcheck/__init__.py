@@ -1,0 +1,1 @@
+"""Is a kernel right, and if not, which mistake is it?"""
