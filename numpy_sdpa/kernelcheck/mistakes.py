@@ -5,6 +5,7 @@ A function under ``@forward`` or ``@backward`` yields a `Change` of the chain fo
 yields nothing, or changes nothing. The remedy is the sentence that the report prints.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ class Results(NamedTuple):
 
     problem: Problem
     arrays: dict[str, Array]  # by result name, in the contract's shapes
-    unsummed: Callable[[str], Array]  # an input's gradient before any sum over what was repeated (`Problem.full_shape`)
+    # an input's gradient before any sum over what was repeated (`Problem.full_shape`); None where that is not at hand
+    unsummed: Callable[[str], Array] | None
 
 
 @dataclass
@@ -293,7 +295,9 @@ def _(problem: Problem) -> Iterator[Change]:
     swapped = {name: np.swapaxes(inputs[name], -3, -2) for name in ("query", "key", "value")}
     upstream = {name: np.swapaxes(array, -2, -3 if name == "grad_output" else -1) for name, array in problem.upstream.items()}
     other = replace(problem, inputs={**inputs, **swapped}, upstream=upstream)
-    yield Change("attending over heads", problem=other, whole=True, results=lambda array: np.swapaxes(array, -3, -2))
+    with contextlib.suppress(TypeError, ValueError):  # where lengths cannot be head counts no kernel takes them for that
+        _ = other.resolved
+        yield Change("attending over heads", problem=other, whole=True, results=lambda array: np.swapaxes(array, -3, -2))
 
 
 @rewritten("layout-swapped", _LAYOUT, is_backward=False)
@@ -525,7 +529,7 @@ def _(problem: Problem) -> Iterator[Change]:
 def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
     problem = results.problem
     group = problem.resolved[1].group
-    if name not in ("grad_key", "grad_value") or group == 1:
+    if name not in ("grad_key", "grad_value") or group == 1 or results.unsummed is None:
         return
     of_heads = results.unsummed(name.removeprefix("grad_"))
     yield "not summed", of_heads
@@ -542,7 +546,7 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
     problem = results.problem
     argument = name.removeprefix("grad_")
     axes = problem.repeated_axes(argument) if argument in INPUTS else ()
-    if not axes:
+    if not axes or results.unsummed is None:
         return
     full = problem.in_groups(argument, results.unsummed(argument))
     takes = {

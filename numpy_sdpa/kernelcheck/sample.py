@@ -4,15 +4,16 @@ Forward results and the gradient of query need some rows with all their keys. Th
 with all their rows: these take every row's lse and D = Σ gO ∘ O from a forward pass over the heads that they belong to.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.kernelcheck.kernel import RIGHT, Change, Forward, Kernel, Part, Statistics
-from numpy_sdpa.kernelcheck.mistakes import Results
+from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results
 from numpy_sdpa.kernelcheck.problem import Array, Problem, batch_element
 
 ROWS = 64  # query rows (and key columns) of a sample of a long problem
@@ -20,15 +21,62 @@ _HEADS = 4  # query heads of its rows
 _PLANE = 2**19  # elements of the plane in one of its parts: some 20 ms for one mistake
 
 Arrays = dict[str, Array]
+Key = tuple[str, str]  # a mistake's id and which form of it
 
 
-class Whole:
+class Sample:
+    """A problem's results, or a part of them, and the changes that its mistakes make."""
+
+    def __init__(self, problem: Problem, given: Mapping[str, Array], gold: Mapping[str, Array]) -> None:
+        self.problem = problem
+        self.given = given
+        self.gold = gold
+        self._changes: dict[tuple[Key, ...], Change] = {(): RIGHT}
+
+    def change(self, keys: tuple[Key, ...]) -> Change | None:
+        """The named mistakes together, always the same object; None where one does not apply here."""
+        if keys not in self._changes:
+            changes = [self._change(key) for key in keys]
+            if any(change is None for change in changes):
+                return None
+            self._changes[keys] = functools.reduce(Change.with_, changes) if len(changes) > 1 else changes[0]
+        return self._changes[keys]
+
+    def _change(self, key: Key) -> Change | None:
+        mistake, variant = key
+        return next((change for change in MISTAKES[mistake].changes(self.problem) if change.variant == variant), None)
+
+
+    def can_try(self, change: Change) -> bool:
+        raise NotImplementedError
+
+    def forward(self, change: Change) -> Arrays:
+        """Output, lse and weights."""
+        raise NotImplementedError
+
+    def gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
+        """By a backward pass with a change in it, which takes lse and D from a forward pass (or computes D itself)."""
+        raise NotImplementedError
+
+    def results(self, change: Change) -> "Compared":
+        """Of a kernel with this change, forward and backward."""
+        raise NotImplementedError
+
+
+class Compared(NamedTuple):
+    """Results of a mistake, and what they are compared with."""
+
+    results: Results
+    given: Mapping[str, Array]
+    gold: Mapping[str, Array]
+
+
+class Whole(Sample):
     """Every entry of every result."""
 
-    def __init__(self, problem: Problem, gold: Mapping[str, Array]) -> None:
-        self.problem = problem
-        self.given = problem.given
-        self.gold = gold
+    def __init__(self, whole: Results) -> None:
+        super().__init__(whole.problem, whole.problem.given, whole.arrays)
+        self.whole = whole
 
     def can_try(self, change: Change) -> bool:
         return True
@@ -40,7 +88,9 @@ class Whole:
     def gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
         return self._gradient_results(*self._backward(change, statistics_of, own_row_dot))
 
-    def results(self, change: Change) -> Results:
+    def results(self, change: Change) -> Compared:
+        if change is RIGHT:
+            return Compared(self.whole, self.given, self.gold)
         kernel = Kernel(self.problem, change)
         forward = kernel.forward()
         arrays = self._forward_results(kernel, forward)
@@ -48,7 +98,7 @@ class Whole:
         if self.problem.has_gradients():
             unsummed = kernel.backward(forward)
             arrays |= self._gradient_results(kernel, unsummed)
-        return Results(self.problem, arrays, self._full(unsummed).__getitem__)
+        return Compared(Results(self.problem, arrays, self._full(unsummed).__getitem__), self.given, self.gold)
 
     def _backward(self, change: Change, statistics_of: Change, own_row_dot: bool) -> tuple[Kernel, Arrays]:
         kernel = Kernel(self.problem, change)
@@ -90,7 +140,7 @@ class Whole:
         return results
 
 
-class Strips:
+class Strips(Sample):
     """Some rows and some columns of one batch element: around the worst ones, and spread over the rest.
 
     `badness` has for each result |error| / tolerance, in the result's shape; `skip` rows and columns of an earlier sample.
@@ -105,11 +155,11 @@ class Strips:
         place = np.unravel_index(element, problem.lead[:-1]) if problem.lead[:-1] else ()
         self.whole = whole
         self.problem = problem.element(element)
+        self._statistics_of: dict[Change, Statistics] = {}
         self.right = {name: batch_element(name, array, place) for name, array in whole.arrays.items()}
         self.rows = self._row_part(rows[place], None if earlier is None else earlier.rows)
         self.key_head, self.columns = self._columns(columns[place], None if earlier is None else earlier.columns)
-        self.given = self._cut(self.problem.given)
-        self.gold = self._cut(self.right)
+        super().__init__(self.problem, self._cut(self.problem.given), self._cut(self.right))
 
     def _row_part(self, badness: Array, earlier: Part | None) -> Part:
         *_, query_heads, _, key_length = self.problem.plane
@@ -191,13 +241,14 @@ class Strips:
             self._statistics_of[change] = kernel.statistics(kernel.forward())
         return self._statistics_of[change]
 
-    @cached_property
-    def _statistics_of(self) -> dict[Change, Statistics]:
-        return {}
-
-    def results(self, change: Change) -> Results | None:
-        """Of a whole run: there is only that of the right kernel."""
-        return self.whole if change is RIGHT else None
+    def results(self, change: Change) -> Compared:
+        """The sample's own, without what would have to be summed; of the right kernel, everything."""
+        if change is RIGHT:
+            return Compared(self.whole, self.whole.problem.given, self.whole.arrays)
+        arrays = self.forward(change)
+        if self.problem.has_gradients():
+            arrays |= self.gradients(change, change, own_row_dot=False)
+        return Compared(Results(self.problem, arrays, None), self.given, self.gold)
 
 
 ROW_RESULTS = ("output", "lse", "weights", "grad_query", "grad_bias")
