@@ -135,9 +135,7 @@ class _Diagnoser:
     def _with_backward(self, explanation: Explanation, sample: Sample) -> Explanation:
         """A forward mistake with the kind of backward pass that explains most gradients."""
         candidate = explanation.candidate
-        if candidate.is_rewritten:
-            return explanation
-        tried = self._tried(_meetings(candidate), sample, GRADIENTS)
+        tried = self._tried([candidate] if candidate.is_rewritten else _meetings(candidate), sample, GRADIENTS)
         if not tried:
             return explanation
         most = max(tried, key=lambda other: (len(other.residuals), -other.error(other.residuals)))

@@ -86,6 +86,8 @@ class Whole(Sample):
         return self._forward_results(kernel, kernel.forward())
 
     def gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
+        if change.problem is not statistics_of.problem:
+            return {}  # another problem's statistics are of other rows
         return self._gradient_results(*self._backward(change, statistics_of, own_row_dot))
 
     def results(self, change: Change) -> Compared:
