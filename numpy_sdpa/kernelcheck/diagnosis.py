@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from numpy_sdpa.kernelcheck.gold import Gold
-from numpy_sdpa.kernelcheck.half_sums import explains_by_half_sums
+from numpy_sdpa.kernelcheck.half_sums import explained_by_half_sums
 from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Mistake
 from numpy_sdpa.kernelcheck.problem import FORWARD, GRADIENTS, Array
 from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS, Diagnosis
@@ -90,18 +90,20 @@ class _Diagnoser:
     def diagnose(self) -> list[Diagnosis]:
         size = math.prod(self.problem.plane)
         whole = Whole(self.results)
+        sample: Sample = whole
         if size <= _TRY_WHOLE:
             chosen = self._chosen(whole, self.wrong)
         else:
-            strips = Strips(self.results, self.badness)
+            sample = strips = Strips(self.results, self.badness)
             second = whole if size <= _CONFIRM_WHOLE else Strips(self.results, self.badness, earlier=strips)
             chosen = self._confirmed(self._chosen(strips, self.wrong), second)
             if size <= _CONFIRM_WHOLE:
                 chosen += self._chosen(whole, self.wrong - explained(chosen))
         unexplained = self.wrong - explained(chosen)
         diagnoses = named(best(chosen, self.wrong))
-        if unexplained:
-            diagnoses += self._half_precision_sums(unexplained)
+        errors = explained_by_half_sums(sample, unexplained, self.problem.dtype) if unexplained else None
+        if errors:
+            diagnoses.append(Diagnosis(HALF_PRECISION_SUMS, _in_order(errors), max(errors.values())))
         return diagnoses
 
     # Candidates
@@ -181,12 +183,6 @@ class _Diagnoser:
                 untested = {name: error for name, error in explanation.residuals.items() if name not in tested}
                 confirmed.append(Explanation(again.candidate, {**untested, **again.residuals}))
         return confirmed
-
-    def _half_precision_sums(self, unexplained: set[str]) -> list[Diagnosis]:
-        errors = explains_by_half_sums(self.problem, self.results.arrays, self.badness, unexplained)
-        if errors is None:
-            return []
-        return [Diagnosis(HALF_PRECISION_SUMS, _in_order(errors), max(errors.values()))]
 
 
 def _outcomes(candidate: Candidate, sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Outcome]]:

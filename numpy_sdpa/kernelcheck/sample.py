@@ -6,7 +6,7 @@ with all their rows: these take every row's lse and D = Σ gO ∘ O from a forwa
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.kernelcheck.kernel import RIGHT, Change, Forward, Kernel, Part, Statistics
 from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results
-from numpy_sdpa.kernelcheck.problem import Array, Problem, batch_element
+from numpy_sdpa.kernelcheck.problem import FORWARD, Array, Problem, batch_element
 
 ROWS = 64  # query rows (and key columns) of a sample of a long problem
 _HEADS = 4  # query heads of its rows
@@ -62,6 +62,14 @@ class Sample:
         """Of a kernel with this change, forward and backward."""
         raise NotImplementedError
 
+    def right_parts(self) -> Iterator[tuple[Kernel, Statistics | None]]:
+        """The right kernel on each part of the sample; with the rows' statistics where it has not all their keys."""
+        raise NotImplementedError
+
+    def summed(self, kernel: Kernel, arrays: Mapping[str, Array]) -> Arrays:
+        """The sample's results among a part's arrays: forward results, and gradients by input before any sum."""
+        raise NotImplementedError
+
 
 class Compared(NamedTuple):
     """Results of a mistake, and what they are compared with."""
@@ -101,6 +109,13 @@ class Whole(Sample):
             unsummed = kernel.backward(forward)
             arrays |= self._gradient_results(kernel, unsummed)
         return Compared(Results(self.problem, arrays, self._full(unsummed).__getitem__), self.given, self.gold)
+
+    def right_parts(self) -> Iterator[tuple[Kernel, Statistics | None]]:
+        yield Kernel(self.problem), None
+
+    def summed(self, kernel: Kernel, arrays: Mapping[str, Array]) -> Arrays:
+        forward = {name: array for name, array in arrays.items() if name in FORWARD}
+        return forward | self._gradient_results(kernel, {n: a for n, a in arrays.items() if n not in FORWARD})
 
     def _backward(self, change: Change, statistics_of: Change, own_row_dot: bool) -> tuple[Kernel, Arrays]:
         kernel = Kernel(self.problem, change)
@@ -251,6 +266,19 @@ class Strips(Sample):
         if self.problem.has_gradients():
             arrays |= self.gradients(change, change, own_row_dot=False)
         return Compared(Results(self.problem, arrays, None), self.given, self.gold)
+
+
+    def right_parts(self) -> Iterator[tuple[Kernel, Statistics | None]]:
+        yield Kernel(self.problem, RIGHT, self.rows), None
+        if self.problem.has_gradients():
+            part = self._column_part(RIGHT)
+            yield Kernel(self.problem, RIGHT, part), self._statistics(RIGHT, part)
+
+    def summed(self, kernel: Kernel, arrays: Mapping[str, Array]) -> Arrays:
+        if kernel.part is self.rows:
+            results = {name: array for name, array in arrays.items() if name in FORWARD}
+            return results | ({"grad_query": arrays["query"]} if "query" in arrays else {})
+        return {f"grad_{name}": np.sum(arrays[name], axis=-3, keepdims=True) for name in ("key", "value")}
 
 
 ROW_RESULTS = ("output", "lse", "weights", "grad_query", "grad_bias")

@@ -241,3 +241,51 @@ def test_a_forward_and_a_backward_mistake_at_once(planted, extra, dtype):
     assert {entry.partition(":")[0] for entry in planted} <= named, str(report)
     wrong = {name for name, array in report.arrays.items() if not array.passed}
     assert wrong == {name for diagnosis in report.diagnosis for name in diagnosis.explains}, str(report)
+
+
+def half_sum_kernel(arrays, dtype, block):
+    """Attention whose sums are kept in a half type, rounded after each block of terms."""
+
+    def rounded(array):
+        return as_dtype(array, dtype).astype(np.float64)
+
+    def product(left, right):
+        total = np.zeros((*left.shape[:-1], right.shape[-1]))
+        for start in range(0, left.shape[-1], block):
+            total = rounded(total + left[..., start : start + block] @ right[..., start : start + block, :])
+        return total
+
+    q, k, v, grad_output = (arrays[name].astype(np.float64) for name in ("query", "key", "value", "grad_output"))
+    scale = 1 / np.sqrt(q.shape[-1])
+    scores = scale * product(q, k.swapaxes(-1, -2))
+    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = exponentials / product(exponentials, np.ones((*k.shape[:-1], 1)))
+    output = product(weights, v)
+    grad_weights = product(grad_output, v.swapaxes(-1, -2))
+    grad_scores = weights * (grad_weights - (grad_output * output).sum(axis=-1, keepdims=True))
+    return {
+        "output": output,
+        "grad_query": scale * product(grad_scores, k),
+        "grad_key": scale * product(grad_scores.swapaxes(-1, -2), q),
+        "grad_value": product(weights.swapaxes(-1, -2), grad_output),
+    }
+
+
+@pytest.mark.parametrize(("stored", "summed"), [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "float16")])
+@pytest.mark.parametrize("block", [1, 16])
+def test_sums_in_half_precision_are_told_by_the_size_of_the_error(stored, summed, block):
+    arrays, _ = problem(L=48, S=200, E=32, Ev=32, dtype=stored)
+    results = half_sum_kernel(arrays, summed, block)
+    report = compare({**arrays, **{name: array.astype(np.float32) for name, array in results.items()}})
+    assert [diagnosis.mistake for diagnosis in report.diagnosis] == ["half-precision-sums"], str(report)
+    assert set(report.diagnosis[0].explains) == {n for n, array in report.arrays.items() if not array.passed}
+
+
+def test_a_large_error_is_not_put_down_to_half_precision():
+    arrays, options = problem(dtype="bfloat16")
+    results = wrong_kernels.run(arrays, options)
+    results["output"] = (1.5 * results["output"].astype(np.float32)).astype(arrays["query"].dtype)
+    report = compare({**arrays, **results}, **options)
+    assert not report.passed
+    assert report.diagnosis == ()
+    assert "no known mistake" in str(report)
