@@ -12,6 +12,7 @@ import numpy as np
 
 from numpy_sdpa.kernelcheck.gold import Gold
 from numpy_sdpa.kernelcheck.half_sums import explained_by_half_sums
+from numpy_sdpa.kernelcheck.kernel import RIGHT
 from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Mistake
 from numpy_sdpa.kernelcheck.problem import FORWARD, GRADIENTS, Array
 from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS, Diagnosis
@@ -158,7 +159,7 @@ class _Diagnoser:
     ) -> Explanation | None:
         """The wrong results that the candidate reproduces; None if it contradicts one that is right."""
         residuals, variant = {}, candidate.variant
-        for name, outcome in _outcomes(candidate, sample, names):
+        for name, outcome in _outcomes(candidate, sample, names, worth_more=lambda: bool(residuals or candidate.forward)):
             now = residual(outcome.given, outcome.gold)
             then, form = min(
                 ((residual(outcome.given, array), form) for form, array in outcome.predicted), default=(math.inf, "")
@@ -185,24 +186,30 @@ class _Diagnoser:
         return confirmed
 
 
-def _outcomes(candidate: Candidate, sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Outcome]]:
-    """What the candidate makes of those results that the sample has."""
+def _outcomes(
+    candidate: Candidate, sample: Sample, names: Iterable[str], worth_more: Callable[[], bool] = lambda: True
+) -> Iterator[tuple[str, Outcome]]:
+    """What the candidate makes of those results that the sample has; those that cost much only if it is worth it by then."""
     if candidate.is_rewritten:
         yield from _rewritten(candidate, sample, names)
         return
     asked = [name for name in names if name in sample.given]
-    predicted: dict[str, Array] = {}
+
+    def outcomes(predicted: Mapping[str, Array]) -> Iterator[tuple[str, Outcome]]:
+        for name in asked:
+            if name in predicted:
+                yield name, Outcome([("", predicted[name])], sample.given[name], sample.gold[name])
+
     if any(name in FORWARD for name in asked):
         change = sample.change(candidate.forward)
         if change is not None and sample.can_try(change):
-            predicted |= sample.forward(change)
+            yield from outcomes(sample.forward(change))
     if any(name in GRADIENTS for name in asked):
         change, statistics_of = sample.change(candidate.chain), sample.change(candidate.statistics)
         if change is not None and statistics_of is not None and sample.can_try(change):
-            predicted |= sample.gradients(change, statistics_of, candidate.own_row_dot)
-    for name in asked:
-        if name in predicted:
-            yield name, Outcome([("", predicted[name])], sample.given[name], sample.gold[name])
+            yield from outcomes(sample.gradients(change, statistics_of, candidate.own_row_dot))
+            if statistics_of is not RIGHT and worth_more():
+                yield from outcomes(sample.column_gradients(change, statistics_of, candidate.own_row_dot))
 
 
 def _rewritten(candidate: Candidate, sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Outcome]]:
