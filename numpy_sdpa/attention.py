@@ -1,4 +1,4 @@
-"""The public calls: validate, compute in the arrays' own module, return. The mathematics is in `dense` and behind it."""
+"""The public calls: validate, compute in the arrays' own module, return. The mathematics is behind `dense`."""
 
 from typing import Any, Unpack
 
@@ -14,6 +14,7 @@ from numpy_sdpa._internal.namespace import (
     dtype_kind,
     dtype_name,
     from_list,
+    owned,
 )
 from numpy_sdpa._internal.options import AttentionOptions, Options, resolve
 from numpy_sdpa.chain import Differentiable, like_inputs
@@ -89,8 +90,8 @@ def scaled_dot_product_attention(
     Notes
     -----
     The order is scale → softcap → ALiBi, bias → mask → softmax with sinks → dropout → weighted sum. A. Vaswani et al.,
-    "Attention is all you need", 2017, arXiv:1706.03762, equation 1. A masked position is never read: NaN in a key or value
-    that a query may not see changes nothing in that query's output.
+    "Attention is all you need", 2017, arXiv:1706.03762, equation 1. A masked position is never read: NaN in a key or
+    value that a query may not see changes nothing in that query's output.
 
     Examples
     --------
@@ -130,8 +131,11 @@ def sdpa_forward(
     """
     residuals = _forward(query, key, value, mask, options)
     output = _rounded(residuals)
-    # in-place work on the output, as `output += …`, must not reach what the backward reads
-    return residuals.options.xp.asarray(output, copy=True) if output is residuals.output else output, residuals
+    if output is residuals.output:
+        # in-place work on the output, as `output += …`, must not reach what the backward reads
+        with computing(residuals.options.xp, residuals.options.like):
+            output = residuals.options.xp.asarray(output, copy=True)
+    return output, residuals
 
 
 def sdpa_backward(
@@ -156,19 +160,21 @@ def sdpa_backward(
     Returns
     -------
     SDPAGradients
-        (query, key, value, bias, sinks, alibi_slopes, scale, softcap), each in the shape and dtype of its input, summed over
-        every axis that was broadcast.
+        (query, key, value, bias, sinks, alibi_slopes, scale, softcap), each in the shape and dtype of its input, summed
+        over every axis that was broadcast.
 
     Raises
     ------
     ValueError
-        All three upstream gradients None; a wrong shape; residuals of complex numbers; grad_weights with blockwise residuals.
+        All three upstream gradients None; a wrong shape; residuals of complex numbers; grad_weights with blockwise
+        residuals.
 
     Notes
     -----
     With P = weights, W = P after dropout, D = Σ P ∘ gP over each row:
 
-        gV = Wᵀ gO,  gP = dropout(gO Vᵀ) + g_weights,  gZ = P ∘ (gP − D + g_lse),  gQ = scale · gS K,  gK = gSᵀ (scale · Q)
+        gV = Wᵀ gO,  gP = dropout(gO Vᵀ) + g_weights,  gZ = P ∘ (gP − D + g_lse),
+        gQ = scale · gS K,  gK = gSᵀ (scale · Q)
 
     where gS is gZ through the softcap. T. Dao et al., "FlashAttention", 2022, arXiv:2205.14135, appendix B.
     """
@@ -217,7 +223,7 @@ def sdpa_jvp(
     options = _dense_only(residuals, "sdpa_jvp")
     with computing(options.xp, options.like):
         tangents = dense.jvp(residuals, _directions(residuals, given))
-        return SDPATangents(tangents.output, tangents.lse[..., 0], tangents.weights)
+        return SDPATangents(owned(tangents.output), owned(tangents.lse[..., 0]), tangents.weights)
 
 
 def sdpa_double_backward(
@@ -247,8 +253,8 @@ def sdpa_double_backward(
     Returns
     -------
     SDPADoubleGradients
-        The fields of `SDPAGradients`, equal to d/dε sdpa_backward at inputs + ε · cotangents, and grad_output, grad_lse,
-        grad_weights, equal to `sdpa_jvp` along the cotangents; None where that input or upstream gradient was not given.
+        The fields of `SDPAGradients`, equal to d/dε sdpa_backward at inputs + ε · cotangents, and grad_output,
+        grad_lse, grad_weights, equal to `sdpa_jvp` along the cotangents; None where that one was not given.
 
     Raises
     ------
@@ -267,13 +273,11 @@ def sdpa_double_backward(
         )
         return SDPADoubleGradients(
             *like_inputs(gradients, residuals, options),
-            *(None if array is None else astype(tangent, array.dtype) for array, tangent in upstreams),
+            *(None if array is None else owned(astype(tangent, array.dtype)) for array, tangent in upstreams),
         )
 
 
-def _forward(
-    query: Array, key: Array, value: Array, mask: Array | None, options: AttentionOptions
-) -> SDPAResiduals:
+def _forward(query: Array, key: Array, value: Array, mask: Array | None, options: AttentionOptions) -> SDPAResiduals:
     inputs, resolved = resolve(query, key, value, mask, options)
     with computing(resolved.xp, resolved.like):
         return _engine(resolved).forward(inputs, resolved)
@@ -282,7 +286,7 @@ def _forward(
 def _rounded(residuals: SDPAResiduals) -> Array:
     """The output in the inputs' dtype, rounded once."""
     with computing(residuals.options.xp, residuals.options.like):
-        return astype(residuals.output, residuals.options.output_dtype)
+        return owned(astype(residuals.output, residuals.options.output_dtype))
 
 
 def _engine(options: Options) -> Any:
@@ -318,8 +322,8 @@ def _upstream(
 
 def _directions(residuals: SDPAResiduals, given: Differentiable) -> Differentiable:
     """A direction for every input of the forward, 0 where none was given, in the compute dtype."""
-    for name, direction in given._asdict().items():
-        if direction is not None and getattr(residuals, name) is None:
+    for name, array in given._asdict().items():
+        if array is not None and getattr(residuals, name) is None:
             raise ValueError(f"a direction for {name} was given, but the forward had no {name}")
 
     def direction(name: str) -> Array | None:

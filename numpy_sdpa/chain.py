@@ -1,13 +1,13 @@
 """The steps composed over one tile of the plane: from query and key to logits, and from weights to the output.
 
-`dense` runs these on the whole plane as one tile, `blockwise` on many. An option that is off is a step left out, here and
-nowhere else; each ``…_backward`` undoes the lines of its forward in reverse order.
+`dense` runs these on the whole plane as one tile, `blockwise` on many. An option that is off is a step left out, here
+and nowhere else; each ``…_backward`` undoes the lines of its forward in reverse order.
 """
 
 from typing import Any, NamedTuple
 
 from numpy_sdpa import steps
-from numpy_sdpa._internal.namespace import Array, Namespace, astype
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, owned
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile, sum_to_shape
 from numpy_sdpa.dropout import kept_in
@@ -47,9 +47,9 @@ class Logits(NamedTuple):
 def operands_of(arrays: Any, options: Options) -> Differentiable:
     """The differentiable attributes of `arrays` in the compute dtype, query with the plane's batch axes and heads."""
     named = {name: getattr(arrays, name) for name in Differentiable._fields}
-    operands = Differentiable(**{
-        name: None if array is None else astype(array, options.compute_dtype) for name, array in named.items()
-    })
+    operands = Differentiable(
+        **{name: None if array is None else astype(array, options.compute_dtype) for name, array in named.items()}
+    )
     shape = (*options.plane[:-1], operands.query.shape[-1])
     if operands.query.shape == shape:
         return operands
@@ -72,7 +72,7 @@ def tile_of_bias(bias: Array | None, tile: Tile) -> Array | None:
     """The tile's part of the bias, at least 2-D."""
     if bias is None:
         return None
-    return slice_tile(bias[(None,) * max(0, 2 - bias.ndim)], tile.rows, tile.columns)
+    return slice_tile(bias[(None,) * max(0, 2 - bias.ndim) + (...,)], tile.rows, tile.columns)
 
 
 # From query and key to logits: scores → softcap → ALiBi, bias → mask
@@ -204,14 +204,10 @@ def output_backward(grad_output: Array, weights: Array, value: Array, view: View
     return grads._replace(weights=_hidden_undropped(grads.weights, view))
 
 
-def output_tangent(
-    weights: Array, value: Array, weights_tangent: Array, value_tangent: Array, view: View
-) -> Array:
+def output_tangent(weights: Array, value: Array, weights_tangent: Array, value_tangent: Array, view: View) -> Array:
     dropped = steps.dropout(view.xp, weights, view.kept, view.dropout_p)
     dropped_tangent = steps.dropout(view.xp, weights_tangent, view.kept, view.dropout_p)
-    return steps.output_tangent(
-        view.xp, dropped, value, dropped_tangent, value_tangent, view.visible, view.group
-    )
+    return steps.output_tangent(view.xp, dropped, value, dropped_tangent, value_tangent, view.visible, view.group)
 
 
 def output_backward_tangent(
@@ -246,6 +242,6 @@ def like_inputs(gradients: Differentiable, arrays: Any, options: Options) -> Dif
         gradient, given = getattr(gradients, name), getattr(arrays, name)
         if given is None:
             return None
-        return astype(sum_to_shape(xp, xp.asarray(gradient), given.shape), given.dtype)
+        return owned(astype(sum_to_shape(xp, xp.asarray(gradient), given.shape), given.dtype))
 
     return Differentiable(**{name: like_input(name) for name in Differentiable._fields})

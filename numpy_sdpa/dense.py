@@ -75,8 +75,9 @@ def _tangents(
     residuals: SDPAResiduals, operands: Differentiable, directions: Differentiable, view: View
 ) -> tuple[chain.LogitsTangent, steps.SoftmaxTangents, Array]:
     stages = chain.logits_tangent(residuals.scores, operands, directions, view)  # 1
+    sink_weight = _sink_weight(residuals, operands.sinks)
     softmax = steps.softmax_tangent(  # 2
-        view.xp, residuals.weights, _sink_weight(residuals, operands.sinks), stages.logits, directions.sinks
+        view.xp, residuals.weights, sink_weight, stages.logits, directions.sinks, view.visible
     )
     output = chain.output_tangent(  # 3
         residuals.weights, operands.value, softmax.weights, directions.value, view
@@ -89,8 +90,8 @@ def double_backward(
 ) -> tuple[Differentiable, Tangents]:
     """The change of `backward` along `directions` with `upstream` held, and the change of the forward.
 
-    These are the gradients of ⟨directions, backward(upstream)⟩ with respect to the inputs and to `upstream`: the first since
-    second derivatives are symmetric, the second since ⟨directions, backward(upstream)⟩ = ⟨upstream, jvp(directions)⟩.
+    These are the gradients of ⟨directions, backward(upstream)⟩ with respect to the inputs and to `upstream`: the first
+    since second derivatives are symmetric, the second since it is ⟨upstream, jvp(directions)⟩.
     """
     xp = residuals.options.xp
     operands, view = _prepare(residuals, residuals.options)
@@ -119,7 +120,8 @@ def _reaching(upstream: Upstream, residuals: SDPAResiduals, view: View) -> tuple
     """Upstream gradients of output, lse (…, L, 1) and weights: zeros for None, and 0 where they reach nothing."""
     xp, visible = view.xp, view.visible
     lse = residuals.lse[..., None]
-    grad_output, grad_lse, grad_weights = xp.zeros_like(residuals.output), xp.zeros_like(lse), xp.zeros_like(residuals.weights)
+    grad_output, grad_lse = xp.zeros_like(residuals.output), xp.zeros_like(lse)
+    grad_weights = xp.zeros_like(residuals.weights)
     if upstream.output is not None:
         grad_output = chain.rows_that_see(xp, upstream.output, visible)
     if upstream.lse is not None:
@@ -142,4 +144,3 @@ def _sink_weight(residuals: SDPAResiduals, sinks: Array | None) -> Array | None:
 def _over_rows(xp: Namespace, grad_sinks: Array | None) -> Array | None:
     """(…, Hq, L, 1) → (…, Hq): every row of a head has the same sink."""
     return None if grad_sinks is None else xp.sum(grad_sinks, axis=(-2, -1))
-

@@ -1,9 +1,9 @@
 """Which weights dropout keeps: a counter-based generator that gives every position of the plane its own random number.
 
 The number at (flat batch, query head, i, j) depends on these four and the seed alone: not on the method, the tile, the
-number of workers or the array module. The generator is Threefry-2×32 with 20 rounds: J. K. Salmon, M. A. Moraes, R. O. Dror,
-D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11, doi:10.1145/2063384.2063405. It needs additions, rotations
-and exclusive-ors of 32-bit words only.
+number of workers or the array module. The generator is Threefry-2×32 with 20 rounds: J. K. Salmon, M. A. Moraes,
+R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11, doi:10.1145/2063384.2063405. It needs
+additions, rotations and exclusive-ors of 32-bit words only.
 
     (k0, k1) = threefry(key = (seed mod 2³², seed div 2³²), counter = (flat batch, query head))
     (w0, w1) = threefry(key = (k0, k1),                     counter = (i, j div 2))
@@ -37,7 +37,7 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 
 def kept_in(options: Options, tile: Tile) -> Array | None:
-    """True where dropout keeps a weight of the tile, broadcasting to (B…, Hq, rows, columns); None where it keeps all."""
+    """True where dropout keeps a weight, broadcasting to the tile (B…, Hq, rows, columns); None where it keeps all."""
     dropout = options.dropout
     if dropout is None:
         return None
@@ -60,4 +60,3 @@ def kept_in(options: Options, tile: Tile) -> Array | None:
     if threshold == 2**32:  # p = 1 keeps nothing; its threshold is no 32-bit word
         return word < 0
     return word >= asarray(xp, threshold, xp.uint32, like)
-

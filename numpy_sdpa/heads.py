@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numpy_sdpa._internal.namespace import Array, array_namespace, from_list
+from numpy_sdpa._internal.namespace import Array, array_namespace, computing, from_list
 
 
 def split_heads(hidden: Array, heads: int) -> Array:
@@ -33,8 +33,9 @@ def split_heads(hidden: Array, heads: int) -> Array:
     *batch, length, width = hidden.shape
     if heads < 1 or width % heads:
         raise ValueError(f"heads must divide the last axis of hidden: {heads} heads, hidden {tuple(hidden.shape)}")
-    parts = xp.reshape(hidden, (*batch, length, heads, width // heads))
-    return xp.asarray(_swap_length_and_heads(xp, parts), copy=True)
+    with computing(xp, hidden):
+        parts = xp.reshape(hidden, (*batch, length, heads, width // heads))
+        return xp.asarray(_swap_length_and_heads(xp, parts), copy=True)
 
 
 def merge_heads(heads: Array) -> Array:
@@ -54,14 +55,15 @@ def merge_heads(heads: Array) -> Array:
     xp = array_namespace({"heads": heads})
     _require_rank("heads", heads, 3, "(B…, H, L, E)")
     *batch, count, length, size = heads.shape
-    merged = xp.reshape(_swap_length_and_heads(xp, heads), (*batch, length, count * size))
-    return xp.asarray(merged, copy=True)
+    with computing(xp, heads):
+        merged = xp.reshape(_swap_length_and_heads(xp, heads), (*batch, length, count * size))
+        return xp.asarray(merged, copy=True)
 
 
 def _swap_length_and_heads(xp: Any, array: Array) -> Array:
     axes = list(range(array.ndim))
     axes[-3], axes[-2] = axes[-2], axes[-3]
-    return xp.permute_dims(array, tuple(axes)) if hasattr(xp, "permute_dims") else xp.transpose(array, tuple(axes))
+    return xp.permute_dims(array, tuple(axes))
 
 
 def _require_rank(name: str, array: Array, rank: int, form: str) -> None:

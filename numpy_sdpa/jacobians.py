@@ -81,11 +81,12 @@ def attention_jacobian(
     if given is None:
         raise ValueError(f"wrt={wrt!r}, but no {wrt} was given")
     xp, size = residuals.options.xp, math.prod(output.shape)
-    if size == 0:
-        return xp.reshape(xp.zeros_like(output), (*output.shape, *given.shape))
-    entries = arange(xp, 0, size, output)
-    rows: list[Any] = []
-    for entry in range(size):
-        one_hot = astype(entries == entry, residuals.options.compute_dtype)
-        rows.append(getattr(sdpa_backward(xp.reshape(one_hot, output.shape), residuals), wrt))
-    return xp.reshape(xp.stack(rows), (*output.shape, *given.shape))
+    with computing(xp, output):
+        if size == 0:
+            return xp.reshape(xp.zeros_like(output), (*output.shape, *given.shape))
+        entries = arange(xp, 0, size, output)
+        rows: list[Any] = []
+        for entry in range(size):
+            one_hot = astype(entries == entry, residuals.options.compute_dtype)
+            rows.append(getattr(sdpa_backward(xp.reshape(one_hot, output.shape), residuals), wrt))
+        return xp.reshape(xp.stack(rows), (*output.shape, *given.shape))

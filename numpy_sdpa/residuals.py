@@ -11,13 +11,14 @@ from numpy_sdpa._internal.options import Options
 class SDPAResiduals:
     """Every array of a forward pass under its name: to be printed, saved, compared, and given to `sdpa_backward`.
 
-    What was not made (as by ``method="blockwise"``, which keeps nothing of size L × S) is None. The inputs are references to
-    the caller's arrays: do not modify them before the backward.
+    What was not made (as by ``method="blockwise"``, which keeps nothing of size L × S) is None. The inputs are
+    references to the caller's arrays: do not modify them before the backward.
 
     Attributes
     ----------
     scores, capped_scores, logits, weights : array (B…, Hq, L, S) or None
-        (scale · Q) Kᵀ; after the softcap; after ALiBi, bias and mask (−inf where masked); after the softmax, before dropout.
+        (scale · Q) Kᵀ; after the softcap; after ALiBi, bias and mask (−inf where masked); after the softmax, before
+        dropout.
     dropout_mask : bool array or None
         True where a weight was kept.
     row_shift, row_sum, lse : array (B…, Hq, L)

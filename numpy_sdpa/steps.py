@@ -17,17 +17,17 @@ under a tracer, and with complex numbers (the analytic continuation that complex
 docs/derivation.md derives each rule.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, Namespace, astype
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, dtype_kind
 from numpy_sdpa._internal.shapes import fold_groups, repeat_heads, sum_heads, unfold_groups
 
 # ------------------------------------------------------------------------------------------------------------------
 # Products in which a masked position is never read
 # ------------------------------------------------------------------------------------------------------------------
 #
-# A tile is 0 wherever `visible` is False, but 0 · NaN and 0 · ∞ are NaN: a plain product would let a hidden NaN through.
-# So non-finite entries of the other factor count as 0, and rows that do see one become NaN.
+# A tile is 0 wherever `visible` is False, but 0 · NaN and 0 · ∞ are NaN: a plain product would let a hidden NaN
+# through. So non-finite entries of the other factor count as 0, and rows that do see one become NaN.
 
 
 def finite_part(xp: Namespace, array: Array, visible: Array | None) -> Array:
@@ -61,7 +61,7 @@ def sum_over_queries(xp: Namespace, tile: Array, queries: Array, visible: Array 
 
 
 def inner_products(xp: Namespace, queries: Array, keys: Array, group: int) -> Array:
-    """queries @ keysᵀ: (…, Hq, rows, X), (…, Hkv, columns, X) → (…, Hq, rows, columns). What is hidden is selected later."""
+    """queries @ keysᵀ: (…, Hq, rows, X), (…, Hkv, columns, X) → (…, Hq, rows, columns)."""
     return unfold_groups(xp, fold_groups(xp, queries, group) @ keys.mT, group)
 
 
@@ -105,9 +105,7 @@ def scores_tangent(
 ) -> Array:
     """Ṡ = (ċ Q + c Q̇) Kᵀ + (c Q) K̇ᵀ."""
     scaled_query_tangent = scale_tangent * query + scale * query_tangent
-    return inner_products(xp, scaled_query_tangent, key, group) + inner_products(
-        xp, scale * query, key_tangent, group
-    )
+    return inner_products(xp, scaled_query_tangent, key, group) + inner_products(xp, scale * query, key_tangent, group)
 
 
 def scores_backward_tangent(
@@ -142,8 +140,8 @@ def scores_backward_tangent(
 # 2. Softcap: C = s tanh(u), u = S / s
 # ------------------------------------------------------------------------------------------------------------------
 #
-# With t = tanh(u) and d = 1 − t²: ∂C/∂S = d and ∂C/∂s = t − u d. The scores of hidden positions must be 0 here (they may be
-# anything, and their gradient is 0): see mask_backward.
+# With t = tanh(u) and d = 1 − t²: ∂C/∂S = d and ∂C/∂s = t − u d. Below, the scores of hidden positions must be 0 (they
+# may have been anything, and their gradient is 0): see mask_backward.
 
 
 class SoftcapGradients(NamedTuple):
@@ -183,7 +181,7 @@ def softcap_backward_tangent(
     scores_tangent: Array,
     softcap_tangent: Array,
 ) -> SoftcapGradients:
-    """gS = gC d  ⇒  ġS = ġC d + gC ḋ with ḋ = −2 t d u̇;  gs = Σ gC e, e = t − u d  ⇒  ġs = Σ ġC e + gC ė with ė = −u ḋ."""
+    """gS = gC d  ⇒  ġS = ġC d + gC ḋ with ḋ = −2 t d u̇;  gs = Σ gC (t − u d)  ⇒  ġs = Σ ġC (t − u d) − gC u ḋ."""
     u = scores / softcap
     t = xp.tanh(u)
     d = 1 - t * t
@@ -260,7 +258,7 @@ class SoftmaxTangents(NamedTuple):
 
 def row_maximum(xp: Namespace, logits: Array) -> Array:
     """The largest real part of each row; −∞ for a row without columns."""
-    real = xp.real(logits) if xp.isdtype(logits.dtype, "complex floating") else logits
+    real = xp.real(logits) if dtype_kind(xp, logits.dtype) == "c" else logits
     if logits.shape[-1] == 0:
         return xp.sum(real, axis=-1, keepdims=True) - xp.inf
     return xp.max(real, axis=-1, keepdims=True)
@@ -314,7 +312,8 @@ def softmax_tangent(
     weights: Array,
     sink_weight: Array | None,
     logits_tangent: Array,
-    sinks_tangent: Array | None,
+    sinks_tangent: Any,
+    visible: Array | None,
 ) -> SoftmaxTangents:
     """lse˙ = Σ P ∘ Ż + p_sink ṡink;  Ṗ = P ∘ (Ż − lse˙);  ṗ_sink = p_sink (ṡink − lse˙)."""
     lse_tangent = xp.sum(weights * logits_tangent, axis=-1, keepdims=True)
@@ -323,7 +322,8 @@ def softmax_tangent(
         sinks_tangent = sinks_tangent[..., None, None]
         lse_tangent = lse_tangent + sink_weight * sinks_tangent
         sink_weight_tangent = sink_weight * (sinks_tangent - lse_tangent)
-    return SoftmaxTangents(weights * (logits_tangent - lse_tangent), lse_tangent, sink_weight_tangent)
+    weights_tangent = mask_backward(xp, weights * (logits_tangent - lse_tangent), visible)  # lse˙ may be NaN
+    return SoftmaxTangents(weights_tangent, lse_tangent, sink_weight_tangent)
 
 
 def softmax_backward_tangent(
@@ -335,11 +335,9 @@ def softmax_backward_tangent(
     sink_weight: Array | None,
     tangents: SoftmaxTangents,
 ) -> SoftmaxGradients:
-    """gZ = P ∘ (gP − D + g_lse)  ⇒  ġZ = Ṗ ∘ (gP − D + g_lse) + P ∘ (ġP − Ḋ), Ḋ = Σ Ṗ ∘ gP + P ∘ ġP; g_sink likewise."""
+    """gZ = P ∘ (gP − D + g_lse)  ⇒  ġZ = Ṗ ∘ (gP − D + g_lse) + P ∘ (ġP − Ḋ), Ḋ = Σ Ṗ ∘ gP + P ∘ ġP; so g_sink."""
     row_dot = xp.sum(weights * grad_weights, axis=-1, keepdims=True)
-    row_dot_tangent = xp.sum(
-        tangents.weights * grad_weights + weights * grad_weights_tangent, axis=-1, keepdims=True
-    )
+    row_dot_tangent = xp.sum(tangents.weights * grad_weights + weights * grad_weights_tangent, axis=-1, keepdims=True)
     grad_sinks = None
     if sink_weight is not None:
         grad_sinks = tangents.sink_weight * (grad_lse - row_dot) - sink_weight * row_dot_tangent

@@ -1,6 +1,6 @@
 """Who may attend to whom: "may query i see key j" for any tile of the L × S plane, and where query i stands.
 
-Every rule that hides a position is here and only here, so that it cannot mean one thing forward and another backward.
+Every rule that hides a position is here and only here: it cannot mean one thing forward and another backward.
 A rule answers for a tile with a bool array that broadcasts to it, or with None where it hides nothing there.
 """
 
@@ -67,7 +67,7 @@ def _rules(options: Options, tile: Tile, bias: Array | None) -> Iterator[Array]:
         yield rows[:, None] < options.query_lengths
     if options.key_lengths is not None:
         yield key_positions(options, tile.columns) < options.key_lengths
-    if options.query_segments is not None:
+    if options.query_segments is not None and options.key_segments is not None:
         yield options.query_segments[..., tile.rows, :] == options.key_segments[..., tile.columns]
 
 

@@ -15,6 +15,7 @@ their own.
 import cmath
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -48,9 +49,10 @@ class Gradients(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One query row: the positions of the keys that it sees, their weights, the sink's weight, the lse."""
+    """One query row: the places of the keys that it sees, their logits and weights, the sink weight, lse."""
 
     keys: list[int]
+    logits: list[Any]
     weights: list[Any]
     sink_weight: Any
     lse: Any
@@ -127,7 +129,7 @@ class Attention:
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, array, index: Index):
-        return self.number(array[place(array, index)])
+        return self.number(array[place(array.shape, index)])
 
     def rows(self) -> Iterator[tuple[Index, int]]:
         return product(product(*map(range, self.lead)), range(self.query_length))
@@ -141,15 +143,15 @@ class Attention:
     def lengths(self, batch: Index) -> tuple[int, int]:
         query_length, key_length = self.query_length, self.key_length
         if self.query_lengths is not None:
-            query_length = int(self.query_lengths[place(self.query_lengths, batch)])
+            query_length = int(self.query_lengths[place(self.query_lengths.shape, batch)])
         if self.key_lengths is not None:
-            key_length = int(self.key_lengths[place(self.key_lengths, batch)])
+            key_length = int(self.key_lengths[place(self.key_lengths.shape, batch)])
         return query_length, key_length
 
     def position(self, batch: Index, i: int) -> int:
         """p(i): where among the keys query i stands."""
         if self.query_offset is not None:
-            return i + int(self.query_offset[place(self.query_offset, batch)])
+            return i + int(self.query_offset[place(self.query_offset.shape, batch)])
         if self.alignment == "lower_right":
             query_length, key_length = self.lengths(batch)
             return i + key_length - query_length
@@ -170,11 +172,11 @@ class Attention:
             if right is not None and j > position + right:
                 return False
         if self.query_segments is not None:
-            query_segment = self.query_segments[place(self.query_segments, (*batch, i))]
-            key_segment = self.key_segments[place(self.key_segments, (*batch, j))]
+            query_segment = self.query_segments[place(self.query_segments.shape, (*batch, i))]
+            key_segment = self.key_segments[place(self.key_segments.shape, (*batch, j))]
             if query_segment != key_segment:
                 return False
-        if self.mask is not None and self.mask[place(self.mask, (*lead, i, j))] == 0:
+        if self.mask is not None and self.mask[place(self.mask.shape, (*lead, i, j))] == 0:
             return False
         return self.bias is None or self.read(self.bias, (*lead, i, j)).real != -math.inf
 
@@ -191,15 +193,14 @@ class Attention:
     def score(self, lead: Index, i: int, j: int):
         return self.product(lead, i, j, self.scale)
 
-    def capped_score(self, lead: Index, i: int, j: int):
-        score = self.score(lead, i, j)
+    def cap(self, score):
         return score if self.softcap is None else self.softcap * self.math.tanh(score / self.softcap)
 
     def distance(self, lead: Index, i: int, j: int) -> int:
         return abs(self.position(lead[:-1], i) - j)
 
     def logit(self, lead: Index, i: int, j: int):
-        logit = self.capped_score(lead, i, j)
+        logit = self.cap(self.score(lead, i, j))
         if self.alibi_slopes is not None:
             logit -= self.read(self.alibi_slopes, lead) * self.distance(lead, i, j)
         if self.bias is not None:
@@ -211,20 +212,20 @@ class Attention:
         logits = [self.logit(lead, i, j) for j in keys]
         sink = self.number(-math.inf) if self.sinks is None else self.read(self.sinks, lead)
         if sink.real == math.inf:
-            return Row(keys, [self.number(0)] * len(keys), self.number(1), sink)
+            return Row(keys, logits, [self.number(0)] * len(keys), self.number(1), sink)
         if not keys and sink.real == -math.inf:
-            return Row([], [], self.number(0), self.number(-math.inf))
+            return Row([], [], [], self.number(0), self.number(-math.inf))
         shift = max(number.real for number in [*logits, sink])
         exponentials = [self.math.exp(logit - shift) for logit in logits]
         sink_exponential = self.math.exp(sink - shift)
         total = sum(exponentials) + sink_exponential
         weights = [exponential / total for exponential in exponentials]
-        return Row(keys, weights, sink_exponential / total, shift + self.math.log(total))
+        return Row(keys, logits, weights, sink_exponential / total, shift + self.math.log(total))
 
     def dropout_factor(self, lead: Index, i: int, j: int) -> float:
         if self.dropout_mask is None:
             return 1.0
-        if self.dropout_p == 1 or not self.dropout_mask[place(self.dropout_mask, (*lead, i, j))]:
+        if self.dropout_p == 1 or not self.dropout_mask[place(self.dropout_mask.shape, (*lead, i, j))]:
             return 0.0
         return 1 / (1 - float(self.dropout_p))
 
@@ -240,13 +241,13 @@ class Attention:
         weights, scores, capped_scores, logits = (self.zeros(*plane) for _ in range(4))
         for lead, i in self.rows():
             for j in range(self.key_length):
-                scores[(*lead, i, j)] = self.score(lead, i, j)
-                capped_scores[(*lead, i, j)] = self.capped_score(lead, i, j)
+                scores[(*lead, i, j)] = score = self.score(lead, i, j)
+                capped_scores[(*lead, i, j)] = self.cap(score)
                 logits[(*lead, i, j)] = -math.inf
             row = self.row(lead, i)
             lse[(*lead, i)] = row.lse
-            for j, weight in zip(row.keys, row.weights, strict=True):
-                logits[(*lead, i, j)] = self.logit(lead, i, j)
+            for j, logit, weight in zip(row.keys, row.logits, row.weights, strict=True):
+                logits[(*lead, i, j)] = logit
                 weights[(*lead, i, j)] = weight
                 dropped_weight = weight * self.dropout_factor(lead, i, j)
                 for e in range(self.value_head_size):
@@ -337,15 +338,16 @@ def as_array(array):
     return None if array is None else numpy.asarray(array)
 
 
-def place(array: numpy.ndarray, index: Index) -> Index:
+@lru_cache(maxsize=2**16)  # a case asks for each of its few thousand places many times over
+def place(shape: Index, index: Index) -> Index:
     """Where an array that broadcasts keeps an entry: leading axes may be missing, axes of size 1 stay."""
-    index = index[len(index) - array.ndim :]
-    return tuple(0 if size == 1 else i for size, i in zip(array.shape, index, strict=True))
+    index = index[len(index) - len(shape) :]
+    return tuple(0 if size == 1 else i for size, i in zip(shape, index, strict=True))
 
 
 def accumulate(gradient: Any, index: Index, amount) -> None:
     """The adjoint of reading by `place`: what one entry gave to many comes back summed."""
-    gradient[place(gradient, index)] += amount
+    gradient[place(gradient.shape, index)] += amount
 
 
 # -- second order, by complex step -----------------------------------------------------------------
@@ -389,9 +391,11 @@ def double_backward(
 
 def step(directions: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
     moved = {"scale": default_scale(numpy.shape(inputs["query"])[-1]), **inputs}
-    moved["query"] = numpy.asarray(inputs["query"], dtype=complex)  # complex even where no direction is
+    moved["query"] = numpy.asarray(inputs["query"]).astype(complex)  # complex even where no direction is
     for name, direction in directions.items():
-        moved[name] = numpy.asarray(moved[name]) + 1j * COMPLEX_STEP * numpy.asarray(direction)
+        # To complex128 first: a float16 or float32 array times 1j is complex64, in which the step is lost.
+        start, direction = (numpy.asarray(array).astype(complex) for array in (moved[name], direction))
+        moved[name] = start + 1j * COMPLEX_STEP * direction
     return moved
 
 

@@ -1,13 +1,12 @@
 """Which array module do these arrays belong to, and what differs between modules.
 
-NumPy, CuPy and every module of the Array API standard share the operations that the mathematics needs. What they do not
-share is here and nowhere else: how the module is found, conversion of dtypes and devices, floating-point warnings, tracers.
+NumPy, CuPy and every module of the Array API standard share the operations that the mathematics needs. What they do
+not share is here and nowhere else: how the module is found, dtypes and devices, floating-point warnings, tracers.
 """
 
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -71,12 +70,15 @@ def from_list(name: str, value: Any) -> Array:
     return array
 
 
+_KINDS = {"b": "b", "i": "i", "u": "i", "f": "f", "c": "c"}
+
+
 def dtype_kind(xp: Namespace, dtype: DType) -> str:
     """'b', 'i' (signed or not), 'f', 'c', or '?' for anything else."""
     if isinstance(dtype, np.dtype):
-        if dtype.name == "bfloat16":  # of ml_dtypes, kind 'V'
+        if dtype.kind == "V" and dtype.name == "bfloat16":  # of ml_dtypes
             return "f"
-        return {"b": "b", "i": "i", "u": "i", "f": "f", "c": "c"}.get(dtype.kind, "?")
+        return _KINDS.get(dtype.kind, "?")
     for kind, name in (("b", "bool"), ("i", "integral"), ("f", "real floating"), ("c", "complex floating")):
         if xp.isdtype(dtype, name):
             return kind
@@ -91,7 +93,13 @@ def dtype_name(dtype: DType) -> str:
 
 
 def result_type(xp: Namespace, *dtypes: DType) -> DType:
-    return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else xp.result_type(*dtypes)
+    """The module's own promotion; float16 and bfloat16, for which NumPy knows none, meet in float32."""
+    if all(dtype == dtypes[0] for dtype in dtypes):
+        return dtypes[0]
+    if {"float16", "bfloat16"} <= {dtype_name(dtype) for dtype in dtypes}:
+        dtypes = tuple(dtype for dtype in dtypes if dtype_name(dtype) not in ("float16", "bfloat16"))
+        return xp.result_type(xp.float32, *dtypes)
+    return xp.result_type(*dtypes)
 
 
 def default_integer(xp: Namespace) -> DType:
@@ -103,6 +111,11 @@ def astype(array: Array, dtype: DType) -> Array:
     if array.dtype == dtype:
         return array
     return array.astype(dtype) if hasattr(array, "astype") else array.__array_namespace__().astype(array, dtype)
+
+
+def owned(array: Array) -> Array:
+    """The array, or a copy where it is a view of another one."""
+    return array if getattr(array, "base", None) is None else array.copy()
 
 
 def asarray(xp: Namespace, value: Any, dtype: DType, like: Array) -> Array:
@@ -157,24 +170,3 @@ class ValueChecks:
             for flag, message in self._pending:
                 if not bool(flag):
                     raise ValueError(message())
-
-
-__all__ = [
-    "Array",
-    "DType",
-    "ModuleType",
-    "Namespace",
-    "ValueChecks",
-    "arange",
-    "array_namespace",
-    "asarray",
-    "astype",
-    "computing",
-    "default_integer",
-    "dtype_kind",
-    "dtype_name",
-    "from_list",
-    "is_cupy",
-    "is_traced",
-    "result_type",
-]

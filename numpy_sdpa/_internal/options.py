@@ -1,7 +1,7 @@
 """What was asked, validated once at the door: one frozen record, and every error text about arguments.
 
-`resolve` turns a call's arguments into `Inputs` (the arrays as the caller gave them) and `Options` (everything else, checked
-and in the form that the mathematics uses). Nothing behind it validates again.
+`resolve` turns a call's arguments into `Inputs` (the arrays as the caller gave them) and `Options` (everything else,
+checked, in the form that the mathematics uses). Nothing behind it validates again.
 """
 
 import math
@@ -20,6 +20,7 @@ from numpy_sdpa._internal.namespace import (
     array_namespace,
     asarray,
     astype,
+    computing,
     default_integer,
     dtype_kind,
     dtype_name,
@@ -149,12 +150,19 @@ def resolve(
     if mask is not None:
         given["mask"] = mask
     arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        if array is None:
+            raise TypeError(f"{name} must be an array, got None")
     arrays |= {name: given.get(name) for name in ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")}
     number_like = {name: given[name] for name in ("scale", "softcap") if hasattr(given.get(name), "shape")}
-    arrays = {name: from_list(name, array) for name, array in arrays.items()}
+    numbers = {name: array for name, array in arrays.items() if isinstance(array, float)}
+    arrays = {name: from_list(name, array) for name, array in arrays.items() if name not in numbers}
     of_numpy = (np.generic, np.ndarray)  # a NumPy number goes with every module
     xp = array_namespace(arrays | {n: a for n, a in number_like.items() if not isinstance(a, of_numpy)})
-    return _Door(xp, arrays, given).resolve()
+    with computing(xp, arrays.get("query")):
+        for name, number in numbers.items():  # a Python number takes the dtype of the arrays
+            arrays[name] = asarray(xp, number, getattr(arrays.get("query"), "dtype", None), arrays.get("query"))
+        return _Door(xp, arrays, given).resolve()
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -173,12 +181,12 @@ def described(**arrays: Array) -> str:
 class _Door:
     """One call's arguments on their way in. Each method checks one argument and returns it in its resolved form."""
 
-    def __init__(self, xp: Namespace, arrays: dict[str, Array | None], given: dict[str, Any]) -> None:
+    def __init__(self, xp: Namespace, arrays: dict[str, Any], given: dict[str, Any]) -> None:
         self.xp = xp
         self.arrays = arrays
         self.given = given
         self.checks = ValueChecks(xp)
-        self.like = arrays["query"]
+        self.like = arrays["query"]  # new arrays are made on its device
 
     def resolve(self) -> tuple[Inputs, Options]:
         arrays, given = self.arrays, self.given
@@ -269,25 +277,61 @@ class _Door:
     # shapes
 
     def resolve_plane(self) -> None:
-        query, key, value = (self.arrays[name] for name in ("query", "key", "value"))
-        shapes = described(query=query, key=key, value=value)
+        """The plane (B…, Hq, L, S), its batch axes and heads, and the group size."""
+        query, key, value = self.arrays["query"], self.arrays["key"], self.arrays["value"]
         if not 2 <= query.ndim <= 6 or not query.ndim == key.ndim == value.ndim:
-            raise ValueError(f"query, key and value must have the same rank, 2 to 6: {shapes}")
+            raise ValueError(f"query, key and value must have the same rank, 2 to 6: {self.shapes()}")
         if key.shape[-1] != query.shape[-1]:
             raise ValueError(f"key must have the same last dimension as query: {described(query=query, key=key)}")
         if value.shape[-2] != key.shape[-2]:
             raise ValueError(f"value must have the same length as key: {described(key=key, value=value)}")
-        try:
-            self.batch = np.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-        except ValueError:
-            raise ValueError(f"the batch axes of query, key and value must broadcast: {shapes}") from None
+        self.batch = query.shape[:-3]
+        if not self.batch == key.shape[:-3] == value.shape[:-3]:
+            try:
+                self.batch = np.broadcast_shapes(self.batch, key.shape[:-3], value.shape[:-3])
+            except ValueError:
+                raise ValueError(f"the batch axes of query, key and value must broadcast: {self.shapes()}") from None
+        gqa = self.flag("enable_gqa")
         self.heads: tuple[int, ...] = ()
         self.group = 1
-        gqa = self.flag("enable_gqa")
         if query.ndim > 2:
-            counts = query.shape[-3], key.shape[-3], value.shape[-3]
-            self.heads, self.group = _grouped(counts, shapes) if gqa else _broadcast_heads(counts, shapes)
+            self.heads, self.group = self.grouped_heads() if gqa else self.broadcast_heads()
         self.plane = (*self.batch, *self.heads, query.shape[-2], key.shape[-2])
+
+    def shapes(self) -> str:
+        return described(**{name: self.arrays[name] for name in ("query", "key", "value")})
+
+    def head_counts(self) -> tuple[int, int, int]:
+        return tuple(self.arrays[name].shape[-3] for name in ("query", "key", "value"))
+
+    def grouped_heads(self) -> tuple[tuple[int], int]:
+        """Query heads and group size under enable_gqa."""
+        query, key, value = self.head_counts()
+        if key != value:
+            raise ValueError(
+                f"with enable_gqa key and value must have equal head counts, got {key} and {value}: {self.shapes()}"
+            )
+        if key == query:
+            return (query,), 1
+        if key == 0 or query % key:
+            raise ValueError(
+                "with enable_gqa query's head count must be a multiple of key's, "
+                f"got {query} and {key}: {self.shapes()}"
+            )
+        return (query,), query // key
+
+    def broadcast_heads(self) -> tuple[tuple[int], int]:
+        """The broadcast head count, group size 1."""
+        counts = self.head_counts()
+        heads = next((count for count in counts if count != 1), 1)
+        if any(count not in (1, heads) for count in counts):
+            query, key, value = counts
+            hint = "; enable_gqa=True lets query heads share key heads" if key and query % key == 0 else ""
+            raise ValueError(
+                "head counts of query, key and value must be equal or 1, "
+                f"got {query}, {key} and {value}{hint}: {self.shapes()}"
+            )
+        return (heads,), 1
 
     def to_plane(self, name: str, array: Array) -> Array:
         """An array that broadcasts to the plane, at least 2-D."""
@@ -343,15 +387,13 @@ class _Door:
 
     # integers
 
-    def integers(
-        self, name: str, shape: tuple[int, ...], low: int | None = None, high: int | None = None, bound: str = ""
-    ) -> Array | None:
+    def integers(self, name: str, shape: tuple[int, ...], high: int | None = None, bound: str = "") -> Array | None:
         """Integers of exactly this shape, on the device; they may come from the host whatever the module."""
         value = self.given.get(name)
         if value is None:
             return None
-        array = np.asarray(value) if isinstance(value, int | list | tuple | np.generic) else value
-        if not isinstance(array, np.ndarray):
+        array = from_list(name, value)
+        if not isinstance(array, np.ndarray | np.generic):
             array_namespace({"query": self.like, name: array})
         kind = dtype_kind(self.xp, array.dtype)
         if kind != "i" and not (kind == "f" and 0 in array.shape):  # an empty list shows no type
@@ -361,13 +403,14 @@ class _Door:
                 f"{name} must have shape {shape}, got {tuple(array.shape)}: "
                 f"{described(query=self.arrays['query'], key=self.arrays['key'])}"
             )
-        if isinstance(array, np.ndarray):
-            _require_range(name, array, low, high, bound)
+        if isinstance(array, np.ndarray | np.generic):
+            if high is not None and array.size and not (array.min() >= 0 and array.max() <= high):
+                raise ValueError(_out_of_range(name, high, bound, array.min(), array.max()))
             return asarray(self.xp, array, default_integer(self.xp), self.like)
-        if low is not None:
+        if high is not None:
             self.checks.require(
-                self.xp.all((array >= low) & (array <= high)),
-                lambda: _out_of_range(name, low, high, bound, self.xp.min(array), self.xp.max(array)),
+                self.xp.all((array >= 0) & (array <= high)),
+                lambda: _out_of_range(name, high, bound, self.xp.min(array), self.xp.max(array)),
             )
         return astype(array, default_integer(self.xp))
 
@@ -378,7 +421,7 @@ class _Door:
         return self.xp.reshape(array, self.batch + (1,) * (len(self.plane) - len(self.batch)))
 
     def lengths(self, name: str, axis: int, bound: str) -> Array | None:
-        return self.to_batch(self.integers(name, self.batch, 0, self.plane[axis], bound))
+        return self.to_batch(self.integers(name, self.batch, self.plane[axis], bound))
 
     def segments(self) -> tuple[Array | None, Array | None]:
         """(B…, 1, L, 1) and (B…, 1, 1, S); without the head axis at rank 2."""
@@ -457,7 +500,7 @@ class _Door:
     def dropout(self) -> Dropout | None:
         p = self.given.get("dropout_p")
         mask = self.arrays["dropout_mask"]
-        seed = self.given.get("dropout_seed")
+        seed: Any = self.given.get("dropout_seed")
         if p is None:
             for name, value in (("dropout_mask", mask), ("dropout_seed", seed)):
                 if value is not None:
@@ -511,10 +554,12 @@ class _Door:
                     raise ValueError(f'{name} goes with method="blockwise"')
             return method, None, None, False
         if self.xp is not np and not is_cupy(self.xp):
-            raise TypeError(f'method="blockwise" takes NumPy and CuPy arrays, got {self.xp.__name__}: use method="dense"')
+            raise TypeError(
+                f'method="blockwise" takes NumPy and CuPy arrays, got {self.xp.__name__}: use method="dense"'
+            )
         block_size = given.get("block_size")
         if block_size is not None:
-            sizes = (block_size, block_size) if _is_int(block_size) else block_size
+            sizes: Any = (block_size, block_size) if _is_int(block_size) else block_size
             if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(map(_is_int, sizes)):
                 raise TypeError(f"block_size must be an int or (rows, columns), got {block_size!r}")
             if min(sizes) < 1:
@@ -526,30 +571,6 @@ class _Door:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         return method, block_size, None if workers is None else int(workers), self.flag("progress")
-
-
-def _grouped(counts: tuple[int, int, int], shapes: str) -> tuple[tuple[int], int]:
-    """Query heads and group size under enable_gqa."""
-    query, key, value = counts
-    if key != value:
-        raise ValueError(f"with enable_gqa key and value must have equal head counts, got {key} and {value}: {shapes}")
-    if key == query:
-        return (query,), 1
-    if key == 0 or query % key:
-        raise ValueError(f"query's head count must be a multiple of key's, got {query} and {key}: {shapes}")
-    return (query,), query // key
-
-
-def _broadcast_heads(counts: tuple[int, int, int], shapes: str) -> tuple[tuple[int], int]:
-    """The broadcast head count, group size 1."""
-    heads = next((count for count in counts if count != 1), 1)
-    if any(count not in (1, heads) for count in counts):
-        query, key, value = counts
-        hint = "; enable_gqa=True shares key heads" if key and query % key == 0 and key == value else ""
-        raise ValueError(
-            f"head counts of query, key and value must be equal or 1, got {query}, {key} and {value}{hint}: {shapes}"
-        )
-    return (heads,), 1
 
 
 def _default_scale(query: Array) -> float:
@@ -564,13 +585,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _require_range(name: str, array: np.ndarray, low: int | None, high: int | None, bound: str) -> None:
-    if low is not None and array.size and not (low <= array.min() and array.max() <= high):
-        raise ValueError(_out_of_range(name, low, high, bound, array.min(), array.max()))
-
-
-def _out_of_range(name: str, low: int, high: int | None, bound: str, least: Any, most: Any) -> str:
-    return f"{name} must lie in {low} … {high} (the {bound}), got {int(least)} … {int(most)}"
+def _out_of_range(name: str, high: int | None, bound: str, least: Any, most: Any) -> str:
+    return f"{name} must lie in 0 … {high} (the {bound}), got {int(least)} … {int(most)}"
 
 
 def _not_positive(value: Any) -> str:

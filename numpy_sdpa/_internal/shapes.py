@@ -52,6 +52,4 @@ def sum_heads(xp: Namespace, array: Array, group: int) -> Array:
 def slice_tile(array: Array, rows: slice, columns: slice) -> Array:
     """The part over a tile of an array that broadcasts to the L × S plane: axes of size 1 stay whole."""
     whole = slice(None)
-    return array[
-        ..., rows if array.shape[-2] != 1 else whole, columns if array.shape[-1] != 1 else whole
-    ]
+    return array[..., rows if array.shape[-2] != 1 else whole, columns if array.shape[-1] != 1 else whole]

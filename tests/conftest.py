@@ -1,0 +1,3 @@
+from arrays import array_module
+
+__all__ = ["array_module"]
