@@ -208,7 +208,7 @@ def _outcomes(
         change, statistics_of = sample.change(candidate.chain), sample.change(candidate.statistics)
         if change is not None and statistics_of is not None and sample.can_try(change):
             yield from outcomes(sample.gradients(change, statistics_of, candidate.own_row_dot))
-            if statistics_of is not RIGHT and worth_more():
+            if statistics_of is RIGHT or worth_more():
                 yield from outcomes(sample.column_gradients(change, statistics_of, candidate.own_row_dot))
 
 

@@ -156,6 +156,8 @@ class Kernel:
     @cached_property
     def sees(self) -> Array:
         """Whether a row sees any key at all, also outside the part's columns; broadcasts to (…, rows, 1)."""
+        if not (self.change.options or self.change.inputs or self.change.view or self.change.problem):
+            return self.problem.sees[..., self.part.heads, :, :][..., self.part.row_indices(), :]
         every_column = (slice(0, self.problem.plane[-1]),)
         if self.part.columns != every_column:
             return Kernel(self.problem, self.change, self.part._replace(columns=every_column)).sees

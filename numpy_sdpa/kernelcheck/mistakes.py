@@ -219,6 +219,8 @@ def _(problem: Problem) -> Iterator[Change]:
     def stopped(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
         return right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
 
+    if np.all(problem.sees):
+        return
     for keys, options in (("all keys", every_mask | {"is_causal": False, "window": (None, None)}), ("band", every_mask)):
         view = seeing(options)
         yield Change(f"{keys}, filled", view=view, steps={"softmax": replaced, "logits_backward": stopped})
@@ -253,6 +255,8 @@ def _(problem: Problem) -> Iterator[Change]:
         grads = right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
         return grads._replace(query=nan_rows(kernel, grads.query), key=nan_heads(kernel, grads.key))
 
+    if np.all(problem.sees):
+        return
     spread = {"output": output, "output_backward": output_backward, "logits_backward": logits_backward}
     for variant, function in (("", softmax), ("lse too", softmax_nan_lse)):
         yield Change(variant, steps={"softmax": function, **spread})

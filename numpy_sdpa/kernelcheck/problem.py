@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from numpy_sdpa._internal.options import Inputs, Options, resolve
+from numpy_sdpa.chain import tile_of_bias
+from numpy_sdpa.visibility import Tile, visible_in
 
 Array = np.ndarray
 
@@ -19,6 +21,8 @@ INPUTS = ("query", "key", "value", "bias", "sinks", "alibi_slopes")  # those tha
 FORWARD = ("output", "lse", "weights")
 GRADIENTS = tuple(f"grad_{name}" for name in INPUTS)
 RESULTS = FORWARD + GRADIENTS
+
+_TILE = 2**22  # elements of the plane whose visibility is looked at together
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,22 @@ class Problem:
     def key_heads(self) -> Array:
         """The key head that each query head reads, under grouped heads."""
         return np.arange(self.lead[-1]) // self.resolved[1].group
+
+    @cached_property
+    def sees(self) -> Array:
+        """Whether each row sees any key, (B…, Hq, L, 1)."""
+        options = self.resolved[1]
+        rows_at_once = max(1, _TILE // max(1, math.prod(self.lead) * options.key_length))
+        sees = np.ones((*self.plane[:-1], 1), dtype=bool)
+        for start in range(0, options.query_length, rows_at_once):
+            rows = slice(start, min(start + rows_at_once, options.query_length))
+            tile = Tile(rows, slice(0, options.key_length))
+            visible = visible_in(options, tile, tile_of_bias(self.resolved[0].bias, tile))
+            if visible is not None:
+                sees[..., rows, :] = np.any(visible, axis=-1, keepdims=True)
+            elif options.key_length == 0:
+                sees[..., rows, :] = False
+        return sees
 
     def has_gradients(self) -> bool:
         return bool(self.upstream)

@@ -59,7 +59,7 @@ class Sample:
         raise NotImplementedError
 
     def column_gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
-        """Those that `gradients` leaves out since they need a forward pass over more than the sample."""
+        """Those that `gradients` leaves out since they need more rows, and a forward pass over these."""
         return {}
 
     def results(self, change: Change) -> "Compared":
@@ -236,8 +236,6 @@ class Strips(Sample):
         results = {"grad_query": gradients["query"]}
         if gradients["bias"] is not None:
             results["grad_bias"] = gradients["bias"]
-        if statistics_of is RIGHT:
-            results |= self.column_gradients(change, statistics_of, own_row_dot)
         return results
 
     def column_gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
