@@ -86,6 +86,13 @@ class _Variances:
             "grad_alibi_slopes": rows[:-1],
         }
         self.variances = {name: np.zeros(shapes[name]) for name in gold}
+        # errors that add up over the tiles before they are squared
+        self.together = {
+            name: np.zeros_like(self.variances[name])
+            for name in ("grad_key", "grad_value")
+            if name in gold and (name == "grad_value" or precision.vanished)
+        }
+        self.like_rows: list[float] = []
         # each head's and batch element's own gradient, where half types round it before they are summed
         self.copies = {
             name: np.zeros((*plane[:-1][:-1], *gold[name].shape[-2:]))
@@ -126,6 +133,7 @@ class _Variances:
         if "weights" in variances:
             variances["weights"][..., rows, :] = rounding.weights_variance(tile)
         if self.has_backward:
+            self.like_rows.append(float(np.mean(tile.like_rows)) if tile.like_rows.size else 1.0)
             self._add_backward(tile, rows)
 
     def _add_backward(self, tile: rounding.Forward, rows: slice) -> None:
@@ -133,21 +141,26 @@ class _Variances:
         back = rounding.backward(problem, tile, rows, precision)
         grad_output = problem.grad_output[..., rows, :]
         if "grad_query" in variances:
-            copy_rounding = precision.half if self.count("grad_query") > 1 else 0.0
-            variances["grad_query"][..., rows, :] = rounding.grad_query_variance(problem, tile, back, copy_rounding)
+            has_copies = self.count("grad_query") > 1
+            variances["grad_query"][..., rows, :] = rounding.grad_query_variance(
+                problem, tile, back, has_copies, precision
+            )
         if "grad_key" in variances:
             variances["grad_key"] += rounding.grad_key_variance(tile, back, self.count("grad_key"))
         if "grad_value" in variances:
-            variances["grad_value"] += rounding.grad_value_variance(
-                tile, grad_output, self.count("grad_value"), precision
-            )
+            count = self.count("grad_value")
+            variances["grad_value"] += rounding.grad_value_variance(tile, grad_output, count, precision)
+            self.together["grad_value"] += rounding.grad_value_together(tile, grad_output, count, precision)
+        if "grad_key" in self.together:
+            self.together["grad_key"] += rounding.grad_key_vanished(tile, back, precision)
         if "grad_bias" in variances:
             self._add_bias(tile, back, rows)
         if "grad_sinks" in variances:
             own = back.grad_sinks_variance + (self.count("grad_sinks") / 6 + 1) * back.grad_sinks**2
+            own = own * tile.like_rows
             variances["grad_sinks"] += np.sum(own, axis=(-2, -1))
         if "grad_alibi_slopes" in variances:
-            total = rounding.row_total_variance(tile, back, tile.view.distance, self.count("grad_alibi_slopes"))
+            total = rounding.row_total_variance(tile, back, tile.view.distance, self.count("grad_alibi_slopes"), precision)
             variances["grad_alibi_slopes"] += np.sum(total, axis=(-2, -1))
         if "grad_key" in self.copies:
             self.copies["grad_key"] += steps.sum_over_queries(np, back.grad_scores, tile.query, None, 1)
@@ -157,22 +170,26 @@ class _Variances:
     def _add_bias(self, tile: rounding.Forward, back: rounding.Backward, rows: slice) -> None:
         variance = self.variances["grad_bias"]
         over_keys = variance.shape[-1] == 1
-        own = rounding.grad_bias_variance(tile, back, over_keys, self.count("grad_bias"))
+        own = rounding.grad_bias_variance(tile, back, over_keys, self.count("grad_bias"), self.precision)
         part = variance if variance.shape[-2] == 1 else variance[..., rows, :]
         part += sum_to_shape(np, own, part.shape)
 
     def finished(self) -> dict[str, Array]:
         """In gold's shapes, with the rounding of the gradients' long sums."""
         finished = {}
+        like_rows = max(self.like_rows, default=1.0)
         for name, variance in self.variances.items():
             gold = self.gold[name]
+            if name in self.together:
+                variance = variance + self.together[name] ** 2
             variance = sum_to_shape(np, variance, gold.shape) if name != "grad_bias" else variance.reshape(gold.shape)
             if name in self.copies:
                 group = self.residuals.options.group
-                squares = sum_heads(np, self.copies[name] ** 2, group)
-                variance = variance + self.precision.half * sum_to_shape(np, squares, gold.shape)
+                copies = self.copies[name]
+                own = self.precision.half * copies**2 + rounding.near_zero(copies, self.precision)
+                variance = variance + sum_to_shape(np, sum_heads(np, own, group), gold.shape)
             if name.startswith("grad_"):
-                variance = variance + (self.count(name) / 3 + 2) * rounding.finite(gold) ** 2
+                variance = variance + (self.count(name) * like_rows / 3 + 2) * rounding.finite(gold) ** 2
             finished[name] = variance
         return finished
 
@@ -200,6 +217,11 @@ def tolerance(sigma: Array, dtype: str, array_dtype: str, gold: Array) -> Array:
     error = precision_of(dtype).factor * sigma
     with np.errstate(all="ignore"):
         return error + half_unit(np.abs(rounding.finite(gold)) + error, array_dtype) + _flush(dtype, array_dtype)
+
+
+def may_overflow(gold: Array, tolerance: Array, array_dtype: str) -> Array:
+    """True where a right kernel's result may be past the largest number of array_dtype, and so ±∞ (of gold's sign)."""
+    return np.abs(gold) + tolerance > FORMATS[array_dtype].largest
 
 
 def frobenius_bound(sigma: Array, dtype: str, array_dtype: str, gold: Array) -> float:
