@@ -20,12 +20,12 @@ from numpy_sdpa.kernelcheck.tolerance import tolerance as elementwise_tolerance
 def compare(
     arrays: Mapping[str, Any] | str | os.PathLike[str],
     *,
-    layout: str = "bhld",
+    layout: str | None = None,
     semantics: str | None = None,
     tolerance: float | Mapping[str, float] | None = None,
     **options: Any,
 ) -> KernelReport:
-    dump = load(arrays, layout, options)
+    dump = load(arrays, layout, semantics, options)
     problem = dump.problem
     _require_known_shapes(problem)
     gold = Gold(problem)

@@ -12,7 +12,6 @@ import numpy as np
 
 from numpy_sdpa.kernelcheck.gold import Gold
 from numpy_sdpa.kernelcheck.half_sums import explained_by_half_sums
-from numpy_sdpa.kernelcheck.kernel import RIGHT
 from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Mistake
 from numpy_sdpa.kernelcheck.problem import FORWARD, GRADIENTS, Array
 from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS, Diagnosis
@@ -208,7 +207,7 @@ def _outcomes(
         change, statistics_of = sample.change(candidate.chain), sample.change(candidate.statistics)
         if change is not None and statistics_of is not None and sample.can_try(change):
             yield from outcomes(sample.gradients(change, statistics_of, candidate.own_row_dot))
-            if statistics_of is RIGHT or worth_more():
+            if statistics_of is sample.right or worth_more():
                 yield from outcomes(sample.column_gradients(change, statistics_of, candidate.own_row_dot))
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,11 @@ import numpy as np
 
 from numpy_sdpa._internal.namespace import array_namespace, dtype_name, is_cupy
 from numpy_sdpa._internal.options import AttentionOptions
+from numpy_sdpa.dropout import kept_in
 from numpy_sdpa.kernelcheck.layouts import Heads, Layout, Packed
 from numpy_sdpa.kernelcheck.problem import INPUTS, RESULTS, Array, Problem
+from numpy_sdpa.kernelcheck.semantics import System, system
+from numpy_sdpa.visibility import whole_plane
 
 UPSTREAM = ("grad_output", "grad_lse")
 OPTION_ARRAYS = (
@@ -62,9 +66,16 @@ class Dump(NamedTuple):
 
 
 def load(
-    source: Mapping[str, Any] | str | os.PathLike[str], layout: str = "bhld", options: Mapping[str, Any] | None = None
+    source: Mapping[str, Any] | str | os.PathLike[str],
+    layout: str | None = None,
+    semantics: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Dump:
     """Read and check a dump. `options` override those of the file; None turns one off."""
+    try:
+        of_system = system(semantics)
+    except ValueError as error:
+        raise DumpError(str(error)) from error
     arrays, given_options = _read(source)
     named = {**arrays, **given_options, **(options or {})}
     named = {name: value for name, value in named.items() if value is not None}
@@ -75,17 +86,17 @@ def load(
     if dtypes["query"] not in PRECISIONS:
         raise DumpError(f"query must be one of {', '.join(PRECISIONS)}, got {dtypes['query']}")
     values = {name: _in_float64(name, value) for name, value in values.items()}
-    return _dump(values, dtypes, layout)
+    return _dump({**values, **of_system.options(values)}, dtypes, layout or of_system.layout, of_system)
 
 
-def _dump(values: dict[str, Any], dtypes: dict[str, str], layout_name: str) -> Dump:
+def _dump(values: dict[str, Any], dtypes: dict[str, str], layout_name: str, of_system: System) -> Dump:
     cu_seqlens = [values.pop(name, None) for name in CU_SEQLENS]
     try:
         layout: Layout
         if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
             layout = Packed.of(values, *cu_seqlens)
         else:
-            layout = Heads.of(values, layout_name)
+            layout = Heads.of(values, layout_name, of_system.lse_layout)
         values = {name: layout.to_bhld(name, value) for name, value in values.items()}
         if isinstance(layout, Packed):
             values |= layout.lengths()
@@ -93,7 +104,7 @@ def _dump(values: dict[str, Any], dtypes: dict[str, str], layout_name: str) -> D
         inputs |= {name: values.pop(name) for name in OPTION_ARRAYS if isinstance(values.get(name), np.ndarray)}
         given = {name: values.pop(name) for name in RESULTS if name in values}
         upstream = {name: values.pop(name) for name in UPSTREAM if name in values}
-        problem = _without_seed(Problem(inputs, values, upstream, given, dtypes["query"]))
+        problem = _without_seed(Problem(inputs, values, upstream, given, dtypes["query"], of_system))
         _check_shapes(problem)
     except (TypeError, ValueError) as error:
         raise DumpError(" ".join(str(error).split())) from error
@@ -102,11 +113,6 @@ def _dump(values: dict[str, Any], dtypes: dict[str, str], layout_name: str) -> D
 
 def _without_seed(problem: Problem) -> Problem:
     """The seed's mask written out, so that a part of the problem keeps its part of it."""
-    from dataclasses import replace
-
-    from numpy_sdpa.dropout import kept_in
-    from numpy_sdpa.visibility import whole_plane
-
     if "dropout_seed" not in problem.options:
         return problem
     mask = kept_in(problem.resolved[1], whole_plane(problem.resolved[1]))

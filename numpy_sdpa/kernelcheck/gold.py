@@ -7,11 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-import numpy_sdpa
+from numpy_sdpa.attention import sdpa_backward, sdpa_forward
 from numpy_sdpa.kernelcheck.mistakes import Results
 from numpy_sdpa.kernelcheck.problem import Array, Problem
+from numpy_sdpa.kernelcheck.semantics import SYSTEMS
 from numpy_sdpa.kernelcheck.tolerance import rounding_sigma
-from numpy_sdpa.residuals import SDPAResiduals, Upstream
+from numpy_sdpa.residuals import SDPAGradients, SDPAResiduals, Upstream
 
 # Elements of the plane from which on the blockwise method serves: the dense one would keep several such arrays.
 _DENSE = 2**24
@@ -30,6 +31,12 @@ class Gold:
         self.problem = problem
         self.residuals = _forward(problem)
         self.results = self._results()
+        means = _problem_of_means(problem)
+        self._means = None if means is None else Gold(means)
+        if self._means is not None:
+            for name in {"output", "grad_value"} & set(self.results):
+                self.results[name] = self.results[name] + self._means.results[name]
+        self._give_lse_of_empty_rows()
 
     def _results(self) -> dict[str, Array]:
         residuals, problem = self.residuals, self.problem
@@ -53,7 +60,20 @@ class Gold:
                 self.problem.upstream.get("grad_output", zeros), self.problem.upstream.get("grad_lse"), None
             )
         given = {name: self.results[name] for name in self.problem.given}
-        return rounding_sigma(self.residuals, upstream, given, self.problem.dtype)
+        sigma = rounding_sigma(self.residuals, upstream, given, self.problem.dtype)
+        if self._means is not None:
+            for name, of_means in self._means.sigma.items():
+                sigma[name] = np.hypot(sigma[name], of_means)
+        return sigma
+
+    def _give_lse_of_empty_rows(self) -> None:
+        """What the kernel's system gives there; where that is anything, what the kernel gave."""
+        lse, of_empty_rows = self.results["lse"], self.problem.system.lse_of_empty_rows
+        given = self.problem.given.get("lse", lse)
+        if of_empty_rows is None and given.shape == lse.shape:
+            self.results["lse"] = np.where(lse == -np.inf, given, lse)
+        elif of_empty_rows is not None:
+            self.results["lse"] = np.where(lse == -np.inf, of_empty_rows, lse)
 
     def as_results(self) -> Results:
         return Results(self.problem, self.results, self._unsummed)
@@ -78,14 +98,33 @@ class Gold:
         return {name: getattr(gradients, name) for name in gradients._fields}
 
 
+def _problem_of_means(problem: Problem) -> Problem | None:
+    """Where the system averages all values in rows that see nothing: these rows alone, with equal logits for all keys.
+
+    Rows past their query length are not among them: their output is 0 everywhere.
+    """
+    empty = ~problem.sees
+    if problem.system.empty_rows != "mean" or not np.any(empty):
+        return None
+    lengths = problem.resolved[1].query_lengths
+    if lengths is not None:
+        empty = empty & (np.arange(problem.plane[-2])[:, None] < lengths)
+    inputs = {name: array for name, array in problem.inputs.items() if name in ("value", "dropout_mask")}
+    inputs |= {name: np.zeros_like(problem.inputs[name]) for name in ("query", "key")}
+    inputs["mask"] = np.broadcast_to(empty, problem.plane)
+    options = {name: option for name, option in problem.options.items() if name in ("enable_gqa", "dropout_p")}
+    given = {name: array for name, array in problem.given.items() if name in ("output", "grad_value")}
+    return replace(problem, inputs=inputs, options=options, given=given, system=SYSTEMS["numpy-sdpa"])
+
+
 def _forward(problem: Problem) -> SDPAResiduals:
     arguments = {**problem.inputs, **problem.options}
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     method = "blockwise" if math.prod(problem.plane) > _DENSE and "weights" not in problem.given else "dense"
-    return numpy_sdpa.sdpa_forward(query, key, value, **arguments, compute_dtype=np.float64, method=method)[1]
+    return sdpa_forward(query, key, value, **arguments, compute_dtype=np.float64, method=method)[1]
 
 
-def _backward(problem: Problem, residuals: SDPAResiduals) -> numpy_sdpa.SDPAGradients:
-    return numpy_sdpa.sdpa_backward(
+def _backward(problem: Problem, residuals: SDPAResiduals) -> SDPAGradients:
+    return sdpa_backward(
         problem.upstream.get("grad_output"), residuals, grad_lse=problem.upstream.get("grad_lse")
     )

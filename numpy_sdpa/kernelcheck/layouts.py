@@ -32,13 +32,13 @@ class Heads(NamedTuple):
     headless: bool
 
     @classmethod
-    def of(cls, values: dict[str, Any], name: str) -> "Heads":
+    def of(cls, values: dict[str, Any], name: str, lse_name: str) -> "Heads":
         if name not in ("bhld", "blhd"):
             raise ValueError(f'layout must be "bhld" or "blhd", got {name!r}')
         rank = values["query"].ndim
         if rank == 2 and name == "blhd":
             raise ValueError('layout "blhd" needs arrays with a head axis, got query of rank 2')
-        return cls(name == "blhd", False, rank == 2)
+        return cls(name == "blhd", lse_name == "blh", rank == 2)
 
     def to_bhld(self, name: str, value: Any) -> Any:
         if not isinstance(value, np.ndarray):

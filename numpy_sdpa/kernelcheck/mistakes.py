@@ -18,7 +18,7 @@ from numpy_sdpa import chain, steps
 from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.chain import Differentiable, View
 from numpy_sdpa.kernelcheck import kernel as right
-from numpy_sdpa.kernelcheck.kernel import Change, Forward, Kernel
+from numpy_sdpa.kernelcheck.kernel import RIGHT, Change, Forward, Kernel
 from numpy_sdpa.kernelcheck.problem import INPUTS, Array, Problem
 
 Changes = Callable[[Problem], Iterator[Change]]
@@ -260,6 +260,13 @@ def _(problem: Problem) -> Iterator[Change]:
     spread = {"output": output, "output_backward": output_backward, "logits_backward": logits_backward}
     for variant, function in (("", softmax), ("lse too", softmax_nan_lse)):
         yield Change(variant, steps={"softmax": function, **spread})
+
+
+def right_change(problem: Problem) -> Change:
+    """None, unless the kernel's own system averages all values where a query sees no key: then that is right."""
+    if problem.system.empty_rows == "mean":
+        return next(MISTAKES["fully-masked-mean"].changes(problem), RIGHT)
+    return RIGHT
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Arrays are (B…, H, L, E) here, whatever the layout of the dump they came from 
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from numpy_sdpa._internal.options import Inputs, Options, resolve
 from numpy_sdpa.chain import tile_of_bias
+from numpy_sdpa.kernelcheck.semantics import SYSTEMS, System
 from numpy_sdpa.visibility import Tile, visible_in
 
 Array = np.ndarray
@@ -41,6 +42,8 @@ class Problem:
         What the kernel gave, by result name, in float64; a shape may be wrong.
     dtype : str
         The kernel's precision: its query's dtype.
+    system : System
+        Whose meaning is right where a query sees no key. (Its other habits are in the options and the layout already.)
     """
 
     inputs: Mapping[str, Array]
@@ -48,8 +51,7 @@ class Problem:
     upstream: Mapping[str, Array]
     given: Mapping[str, Array]
     dtype: str
-    lse_of_empty_rows: float = -math.inf  # what the kernel's own system gives where nothing is visible (`semantics`)
-    fill: str = field(default="zero")  # … and its output there: "zero", or "mean" of all values
+    system: System = SYSTEMS["numpy-sdpa"]
 
     @cached_property
     def resolved(self) -> tuple[Inputs, Options]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from numpy_sdpa._internal.shapes import sum_to_shape
-from numpy_sdpa.kernelcheck.kernel import RIGHT, Change, Forward, Kernel, Part, Statistics
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results
+from numpy_sdpa.kernelcheck.kernel import Change, Forward, Kernel, Part, Statistics
+from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results, right_change
 from numpy_sdpa.kernelcheck.problem import FORWARD, Array, Problem, batch_element
 
 ROWS = 64  # query rows (and key columns) of a sample of a long problem
@@ -31,7 +31,8 @@ class Sample:
         self.problem = problem
         self.given = given
         self.gold = gold
-        self._changes: dict[tuple[Key, ...], Change] = {(): RIGHT}
+        self.right = right_change(problem)
+        self._changes: dict[tuple[Key, ...], Change] = {(): self.right}
 
     def change(self, keys: tuple[Key, ...]) -> Change | None:
         """The named mistakes together, always the same object; None where one does not apply here."""
@@ -39,13 +40,20 @@ class Sample:
             changes = [self._change(key) for key in keys]
             if any(change is None for change in changes):
                 return None
-            self._changes[keys] = functools.reduce(Change.with_, changes) if len(changes) > 1 else changes[0]
+            self._changes[keys] = functools.reduce(Change.with_, changes, self.right)
         return self._changes[keys]
 
     def _change(self, key: Key) -> Change | None:
         mistake, variant = key
         return next((change for change in MISTAKES[mistake].changes(self.problem) if change.variant == variant), None)
 
+
+    def as_system_gives(self, lse: Array) -> Array:
+        """lse, with what the kernel's system gives where nothing is visible; where that is anything, what was given."""
+        of_empty_rows = self.problem.system.lse_of_empty_rows
+        if of_empty_rows is None:
+            of_empty_rows = self.given["lse"] if "lse" in self.given and self.given["lse"].shape == lse.shape else -np.inf
+        return np.where(lse == -np.inf, of_empty_rows, lse)
 
     def can_try(self, change: Change) -> bool:
         raise NotImplementedError
@@ -103,7 +111,7 @@ class Whole(Sample):
         return self._gradient_results(*self._backward(change, statistics_of, own_row_dot))
 
     def results(self, change: Change) -> Compared:
-        if change is RIGHT:
+        if change is self.right:
             return Compared(self.whole, self.given, self.gold)
         kernel = Kernel(self.problem, change)
         forward = kernel.forward()
@@ -115,7 +123,7 @@ class Whole(Sample):
         return Compared(Results(self.problem, arrays, self._full(unsummed).__getitem__), self.given, self.gold)
 
     def right_parts(self) -> Iterator[tuple[Kernel, Statistics | None]]:
-        yield Kernel(self.problem), None
+        yield Kernel(self.problem, self.right), None
 
     def summed(self, kernel: Kernel, arrays: Mapping[str, Array]) -> Arrays:
         forward = {name: array for name, array in arrays.items() if name in FORWARD}
@@ -144,7 +152,7 @@ class Whole(Sample):
         if kernel.change.results is not None:
             output = kernel.change.results(output)
             lse = kernel.change.results(forward.lse)[..., 0]
-        return {"output": output, "lse": lse, "weights": forward.weights}
+        return {"output": output, "lse": self.as_system_gives(lse), "weights": forward.weights}
 
     def _gradient_results(self, kernel: Kernel, unsummed: Arrays) -> Arrays:
         results = {}
@@ -177,10 +185,10 @@ class Strips(Sample):
         self.whole = whole
         self.problem = problem.element(element)
         self._statistics_of: dict[Change, Statistics] = {}
-        self.right = {name: batch_element(name, array, place) for name, array in whole.arrays.items()}
+        self.right_results = {name: batch_element(name, array, place) for name, array in whole.arrays.items()}
         self.rows = self._row_part(rows[place], None if earlier is None else earlier.rows)
         self.key_head, self.columns = self._columns(columns[place], None if earlier is None else earlier.columns)
-        super().__init__(self.problem, self._cut(self.problem.given), self._cut(self.right))
+        super().__init__(self.problem, self._cut(self.problem.given), self._cut(self.right_results))
 
     def _row_part(self, badness: Array, earlier: Part | None) -> Part:
         *_, query_heads, _, key_length = self.problem.plane
@@ -223,7 +231,8 @@ class Strips(Sample):
 
     def forward(self, change: Change) -> Arrays:
         forward = Kernel(self.problem, change, self.rows).forward()
-        return {"output": forward.output, "lse": forward.lse[..., 0], "weights": forward.weights}
+        lse = self.as_system_gives(forward.lse[..., 0])
+        return {"output": forward.output, "lse": lse, "weights": forward.weights}
 
     def gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
         kernel = Kernel(self.problem, change, self.rows)
@@ -248,13 +257,13 @@ class Strips(Sample):
 
     def _is_quick(self, part: Part, statistics_of: Change) -> bool:
         """Whether a forward pass over all keys of the part's heads is a matter of a second, or none is needed."""
-        return statistics_of is RIGHT or len(part.heads) * math.prod(self.problem.plane[-2:]) <= _FORWARD_PLANE
+        return statistics_of is self.right or len(part.heads) * math.prod(self.problem.plane[-2:]) <= _FORWARD_PLANE
 
     def _statistics(self, change: Change, part: Part) -> Statistics:
         """Every row's, for the part's heads."""
-        if change is RIGHT:
-            lse = self.right["lse"][..., part.heads, :][..., None]
-            output = self.right["output"][..., part.heads, :, :]
+        if change is self.right:
+            lse = self.right_results["lse"][..., part.heads, :][..., None]
+            output = self.right_results["output"][..., part.heads, :, :]
             grad_output = self.problem.upstream.get("grad_output")
             if grad_output is None:
                 return Statistics(lse, np.zeros_like(lse))
@@ -268,7 +277,7 @@ class Strips(Sample):
 
     def results(self, change: Change) -> Compared:
         """The sample's own, without what would have to be summed; of the right kernel, everything."""
-        if change is RIGHT:
+        if change is self.right:
             return Compared(self.whole, self.whole.problem.given, self.whole.arrays)
         arrays = self.forward(change)
         if self.problem.has_gradients():
@@ -277,10 +286,10 @@ class Strips(Sample):
 
 
     def right_parts(self) -> Iterator[tuple[Kernel, Statistics | None]]:
-        yield Kernel(self.problem, RIGHT, self.rows), None
+        yield Kernel(self.problem, self.right, self.rows), None
         if self.problem.has_gradients():
-            part = self._column_part(RIGHT)
-            yield Kernel(self.problem, RIGHT, part), self._statistics(RIGHT, part)
+            part = self._column_part(self.right)
+            yield Kernel(self.problem, self.right, part), self._statistics(self.right, part)
 
     def summed(self, kernel: Kernel, arrays: Mapping[str, Array]) -> Arrays:
         if kernel.part is self.rows:
