@@ -11,7 +11,8 @@ from numpy_sdpa.kernelcheck.diagnosis import diagnose
 from numpy_sdpa.kernelcheck.dump import Dump, DumpError, load
 from numpy_sdpa.kernelcheck.gold import Gold
 from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results
-from numpy_sdpa.kernelcheck.problem import RESULTS, Array, Problem
+from numpy_sdpa.kernelcheck.pictures import Picture, drawn
+from numpy_sdpa.kernelcheck.problem import RESULTS, Problem
 from numpy_sdpa.kernelcheck.report import ArrayReport, Judged, KernelReport, judge
 from numpy_sdpa.kernelcheck.tolerance import frobenius_bound, sensitivity
 from numpy_sdpa.kernelcheck.tolerance import tolerance as elementwise_tolerance
@@ -25,6 +26,46 @@ def compare(
     tolerance: float | Mapping[str, float] | None = None,
     **options: Any,
 ) -> KernelReport:
+    """Is what a kernel gave for one problem right, array by array; and if not, which known mistake gives these numbers?
+
+    Parameters
+    ----------
+    arrays : mapping, or path of an ``.npz`` or ``.safetensors`` file
+        ``query, key, value``; the options that are arrays under the contract's names; what the kernel gave of ``output, lse,
+        weights, grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_alibi_slopes``, with the upstream ``grad_output``
+        (and ``grad_lse``). Other options: a JSON object under ``options`` (a string array; in safetensors the file's metadata).
+        With ``cu_seqlens_q`` and ``cu_seqlens_k`` the arrays are packed sequences (T, H, E), lse (Hq, T).
+    layout : "bhld" (B…, H, L, E) or "blhd" (B…, L, H, E), optional
+        Of query, key, value, output and their gradients; default: that of `semantics`, or "bhld". lse is (B…, Hq, L), mask, bias
+        and weights are (B…, Hq, L, S) in either.
+    semantics : str, optional
+        The system whose meaning is right where systems disagree: a row of docs/semantics.md. Default: this package's.
+    tolerance : float or mapping from names to floats, optional
+        The error to allow in every entry. Default: what the precision of `query` must cost, derived element by element
+        (docs/tolerance.md).
+    **options
+        Options of attention, overriding those in the dump; None turns one off.
+
+    Returns
+    -------
+    KernelReport
+        ``passed``, ``arrays``, ``diagnosis``; prints as a table and a sentence; ``to_dict()`` and ``to_json()`` for programs,
+        ``plot(path)`` for a picture.
+
+    Raises
+    ------
+    DumpError (a ValueError)
+        For a dump that cannot be read, lacks something or has a shape that no known mistake explains; one line.
+
+    Examples
+    --------
+    >>> from numpy_sdpa.kernelcheck import make_case
+    >>> arrays, options = make_case("softcap")
+    >>> arrays["output"] = arrays["output"][:, ::-1]  # a kernel that mixes up its heads
+    >>> report = compare(arrays, **options)
+    >>> report.passed, report.arrays["lse"].passed, report.diagnosis
+    (False, True, ())
+    """
     dump = load(arrays, layout, semantics, options)
     problem = dump.problem
     _require_known_shapes(problem)
@@ -39,7 +80,7 @@ def compare(
         arrays=reports,
         diagnosis=diagnose(gold, wrong, badness, told),
         dtype=problem.dtype,
-        picture=(dump, gold, badness),
+        picture=Picture({name: drawn(name, problem.given[name], gold.results[name], badness[name]) for name in badness}),
     )
 
 
@@ -87,5 +128,3 @@ def _shapes_of_mistakes(problem: Problem, name: str) -> set[tuple[int, ...]]:
             shapes.add(shape)
     return shapes
 
-
-__all__ = ["Array", "compare"]

@@ -148,10 +148,10 @@ def _read_npz(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                     arrays[name] = file[name]
                 except ValueError as error:  # an object array would have to be unpickled, which may run anything
                     raise DumpError(f"{path}: {name} cannot be read without pickle; save plain arrays") from error
+    except DumpError:
+        raise
     except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        if isinstance(error, DumpError):
-            raise
-        raise DumpError(f"{path} is no .npz file: {error}") from error
+        raise DumpError(f"{path} is no .npz file") from error
     return arrays, _parsed_options(arrays.pop("options", None))
 
 

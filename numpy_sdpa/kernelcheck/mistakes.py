@@ -306,8 +306,11 @@ def _(problem: Problem) -> Iterator[Change]:
     swapped = {name: np.swapaxes(inputs[name], -3, -2) for name in ("query", "key", "value")}
     upstream = {name: np.swapaxes(array, -2, -3 if name == "grad_output" else -1) for name, array in problem.upstream.items()}
     other = replace(problem, inputs={**inputs, **swapped}, upstream=upstream)
+    *batch, heads, length, _ = problem.shape_of("output")
+    upstream_shape = (*batch, length, heads)
     with contextlib.suppress(TypeError, ValueError):  # where lengths cannot be head counts no kernel takes them for that
-        _ = other.resolved
+        if other.shape_of("output")[:-1] != upstream_shape:
+            return
         yield Change("attending over heads", problem=other, whole=True, results=lambda array: np.swapaxes(array, -3, -2))
 
 

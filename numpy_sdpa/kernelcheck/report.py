@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpy_sdpa.kernelcheck.mistakes import MISTAKES
+from numpy_sdpa.kernelcheck.pictures import Picture, draw
 from numpy_sdpa.kernelcheck.problem import Array
 
 # Errors above this share of an array are what anyone would call wrong; an array whose precision cannot tell them gets a note.
@@ -52,7 +53,17 @@ class ArrayReport:
 
     @property
     def has_wrong_shape(self) -> bool:
-        return self.worst_index is None and not self.passed
+        return self.max_abs_error is None
+
+    @property
+    def worst_share(self) -> float:
+        """|error| / tolerance at the worst place."""
+        if self.worst_index is None or self.expected == self.got:
+            return 0.0
+        error = abs(self.got - self.expected)
+        if not math.isfinite(error):
+            return 0.0 if math.isnan(self.got) and math.isnan(self.expected) else math.inf
+        return error / self.tolerance if self.tolerance else math.inf
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -112,7 +123,7 @@ class KernelReport:
     arrays: Mapping[str, ArrayReport]
     diagnosis: tuple[Diagnosis, ...]
     dtype: str
-    picture: Any = field(default=None, repr=False, compare=False)  # what `plot` draws
+    picture: Picture = field(default=Picture({}), repr=False, compare=False)  # what `plot` draws
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON knows. Numbers that are not finite are the strings "nan", "inf" and "-inf", as float() reads."""
@@ -126,27 +137,24 @@ class KernelReport:
         return json.dumps(self.to_dict(), allow_nan=False, **options)
 
     def __str__(self) -> str:
-        return "\n".join([*self._table(), "", *self._notes(), *self._sentences()])
+        return "\n".join([*self._table(), "", *self._notes(), *self.sentences()])
 
     def plot(self, path: Any) -> None:
         """Write a picture: error maps over heads and positions, and the worst row of each array, expected and given."""
-        from numpy_sdpa.kernelcheck.pictures import draw
-
         draw(self, path)
 
     def _table(self) -> list[str]:
-        lines = [f"{'':<19} {'verdict':<8} {'max error':>10} {'allowed':>10} {'tells':>9}  worst at: expected, got"]
+        lines = [f"{'':<19}{'verdict':<9}{'max error':>10}{'of allowed':>12}{'tells from':>12}   worst at: expected, got"]
         for name, array in self.arrays.items():
-            verdict = "right" if array.passed else "WRONG"
+            verdict = f"{name:<19}{'right' if array.passed else 'WRONG':<9}"
             if array.has_wrong_shape:
-                lines.append(f"{name:<19} {verdict:<8} shape {tuple(array.got)}, expected {tuple(array.expected)}")
+                lines.append(f"{verdict}shape {tuple(array.got)}, expected {tuple(array.expected)}")
                 continue
             tells = f"{array.sensitivity:.0e}" if math.isfinite(array.sensitivity) else "nothing"
             where = "" if array.worst_index is None else (
-                f"  [{', '.join(map(str, array.worst_index))}]: {array.expected:.6g}, {array.got:.6g}"
+                f"   [{', '.join(map(str, array.worst_index))}]: {array.expected:.6g}, {array.got:.6g}"
             )
-            error, allowed = array.max_abs_error, array.tolerance
-            lines.append(f"{name:<19} {verdict:<8} {error:>10.3g} {allowed:>10.3g} {tells:>9}{where}")
+            lines.append(f"{verdict}{array.max_abs_error:>10.3g}{array.worst_share:>12.2g}{tells:>12}{where}")
         return lines
 
     def _notes(self) -> list[str]:
@@ -154,7 +162,7 @@ class KernelReport:
         for name, array in self.arrays.items():
             if array.non_finite:
                 notes.append(f"{name}: {array.non_finite} entries are NaN or infinite on one side only.")
-            elif array.share is not None and array.share > 1 and array.max_abs_error <= (array.tolerance or 0):
+            elif array.share is not None and array.share > 1 and array.worst_share <= 1:
                 notes.append(f"{name}: every entry is inside its bound, all together are {array.share:.1f} times what they may be.")
         blind = [
             name
@@ -163,12 +171,15 @@ class KernelReport:
         ]
         if blind:
             notes.append(
-                f"In {self.dtype} these inputs do not tell small errors in {', '.join(blind)}: only those above the share of "
-                "the array under “tells”."
+                f"In {self.dtype} these inputs cannot tell a small error in {', '.join(blind)}: only one above the share of "
+                "the array under “tells from”."
             )
+        if self.arrays and all(array.max_abs_error == 0 for array in self.arrays.values()):
+            notes.append("Every entry is the golden result itself: were the kernel's results put in its place?")
         return notes
 
-    def _sentences(self) -> list[str]:
+    def sentences(self) -> list[str]:
+        """The verdict, and the diagnosis with its remedies."""
         if self.passed:
             return [f"Right: every array is as near to the float64 result as {self.dtype} must come."]
         if not self.diagnosis:

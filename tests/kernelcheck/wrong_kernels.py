@@ -76,8 +76,7 @@ class Kernel:
         offset = np.zeros(batch, int)
         if self.options.get("alignment") == "lower_right":
             offset = keys - queries
-        if "query_offset" in self.options:
-            offset = offset + self.options["query_offset"]
+        offset = offset + self.options.get("query_offset", 0) + self.arrays.get("query_offset", 0)
         form = self.has("causal-alignment")
         if form == "upper-left":
             offset = np.zeros(batch, int)
