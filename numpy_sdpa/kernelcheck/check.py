@@ -11,6 +11,7 @@ from numpy_sdpa.kernelcheck.problem import RESULTS
 from numpy_sdpa.kernelcheck.report import KernelReport
 from numpy_sdpa.kernelcheck.semantics import system
 
+_SHOWN = 12  # wrong cases in the printed summary
 Kernel = Callable[[dict[str, Any], dict[str, Any]], Mapping[str, Any]]
 
 
@@ -85,7 +86,9 @@ class CheckReport:
         if wrong:
             lines.append(f"First wrong case: {wrong[0].name}")
             lines += [f"  {line}" for line in str(wrong[0].report or wrong[0].error).splitlines()]
-            lines += [f"  also wrong: {_summary(case)}" for case in wrong[1:]]
+            lines += [f"  also wrong: {_summary(case)}" for case in wrong[1:_SHOWN]]
+        if len(wrong) > _SHOWN:
+            lines.append(f"  and {len(wrong) - _SHOWN} more")
         if self.mistakes:
             lines.append("Mistakes, and in how many cases they explain most:")
             lines += [f"  {count:>4}  {mistake}" for mistake, count in self.mistakes.most_common()]

@@ -17,8 +17,8 @@ from numpy_sdpa.kernelcheck.problem import FORWARD, GRADIENTS, Array
 from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS, Diagnosis
 from numpy_sdpa.kernelcheck.sample import Key, Sample, Strips, Whole
 
-# Elements of the plane up to which everything is the sample (one mistake takes 2 ms), and up to which everything confirms.
-_TRY_WHOLE = 2**15
+# Elements of the plane up to which everything is the sample (one mistake takes a millisecond), and up to which everything confirms.
+_TRY_WHOLE = 2**13
 _CONFIRM_WHOLE = 2**20
 
 # What rounding may leave between a wrong kernel and the mistake that it made, relative (Frobenius): the arrays of a wrong

@@ -104,7 +104,8 @@ def _dump(values: dict[str, Any], dtypes: dict[str, str], layout_name: str, of_s
         inputs |= {name: values.pop(name) for name in OPTION_ARRAYS if isinstance(values.get(name), np.ndarray)}
         given = {name: values.pop(name) for name in RESULTS if name in values}
         upstream = {name: values.pop(name) for name in UPSTREAM if name in values}
-        problem = _without_seed(Problem(inputs, values, upstream, given, dtypes["query"], of_system))
+        outside = layout.outside() if isinstance(layout, Packed) else None
+        problem = _without_seed(Problem(inputs, values, upstream, given, dtypes["query"], of_system, outside))
         _check_shapes(problem)
     except (TypeError, ValueError) as error:
         raise DumpError(" ".join(str(error).split())) from error

@@ -36,7 +36,7 @@ class Gold:
         if self._means is not None:
             for name in {"output", "grad_value"} & set(self.results):
                 self.results[name] = self.results[name] + self._means.results[name]
-        self._give_lse_of_empty_rows()
+        self.results["lse"] = problem.lse_of_system(self.results["lse"], problem.given.get("lse"))
 
     def _results(self) -> dict[str, Array]:
         residuals, problem = self.residuals, self.problem
@@ -65,15 +65,6 @@ class Gold:
             for name, of_means in self._means.sigma.items():
                 sigma[name] = np.hypot(sigma[name], of_means)
         return sigma
-
-    def _give_lse_of_empty_rows(self) -> None:
-        """What the kernel's system gives there; where that is anything, what the kernel gave."""
-        lse, of_empty_rows = self.results["lse"], self.problem.system.lse_of_empty_rows
-        given = self.problem.given.get("lse", lse)
-        if of_empty_rows is None and given.shape == lse.shape:
-            self.results["lse"] = np.where(lse == -np.inf, given, lse)
-        elif of_empty_rows is not None:
-            self.results["lse"] = np.where(lse == -np.inf, of_empty_rows, lse)
 
     def as_results(self) -> Results:
         return Results(self.problem, self.results, self._unsummed)

@@ -108,6 +108,11 @@ class Packed(NamedTuple):
     def lengths(self) -> dict[str, Array]:
         return {"query_lengths": self.query_lengths, "key_lengths": self.key_lengths}
 
+    def outside(self) -> Array:
+        """Rows that are in no sequence, (sequences, 1, L)."""
+        length = self.query_rows.shape[1]
+        return (np.arange(length) >= self.query_lengths[:, None])[:, None, :]
+
     def to_bhld(self, name: str, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return value
@@ -116,7 +121,9 @@ class Packed(NamedTuple):
         if name in _PER_ROW:
             if value.ndim != 2 or value.shape[1] != self.query_total:
                 raise ValueError(f"{name} must have the form (Hq, T), got shape {value.shape}")
-            rows = np.where(self.query_rows >= 0, value[:, self.query_rows], -np.inf if name == "lse" else 0.0)
+            # the upstream gradient of an lse of −inf reaches nothing; what the kernel gave there is looked at
+            reached = self.query_rows >= 0 if name == "lse" else ~self.outside()[:, 0]
+            rows = np.where(reached, value[:, self.query_rows], -np.inf if name == "lse" else 0.0)
             return np.swapaxes(rows, 0, 1)
         per_sequence = name == "query_offset" or (name in _PER_HEAD and value.ndim == 2)
         if per_sequence and self.extra:

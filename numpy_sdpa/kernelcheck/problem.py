@@ -44,6 +44,8 @@ class Problem:
         The kernel's precision: its query's dtype.
     system : System
         Whose meaning is right where a query sees no key. (Its other habits are in the options and the layout already.)
+    outside : bool array (B…, 1, L) or None
+        Rows that are in no packed sequence: their lse is −inf, with a sink as well.
     """
 
     inputs: Mapping[str, Array]
@@ -52,6 +54,7 @@ class Problem:
     given: Mapping[str, Array]
     dtype: str
     system: System = SYSTEMS["numpy-sdpa"]
+    outside: Array | None = None
 
     @cached_property
     def resolved(self) -> tuple[Inputs, Options]:
@@ -90,6 +93,14 @@ class Problem:
             elif options.key_length == 0:
                 sees[..., rows, :] = False
         return sees
+
+    def lse_of_system(self, lse: Array, given: Array | None, rows: Array | slice = slice(None)) -> Array:
+        """lse of some rows, with what the kernel's system gives where nothing is visible: where that is anything, `given`."""
+        of_empty_rows: Array | float | None = self.system.lse_of_empty_rows
+        if of_empty_rows is None:
+            of_empty_rows = given if given is not None and given.shape == lse.shape else -np.inf
+        lse = np.where(lse == -np.inf, of_empty_rows, lse)
+        return lse if self.outside is None else np.where(self.outside[..., rows], -np.inf, lse)
 
     def has_gradients(self) -> bool:
         return bool(self.upstream)
@@ -142,7 +153,8 @@ class Problem:
         options = {name: batch_element(name, option, place) for name, option in self.options.items()}
         upstream = {name: batch_element(name, array, place) for name, array in self.upstream.items()}
         given = {name: batch_element(name, array, place) for name, array in self.given.items()}
-        return replace(self, inputs=inputs, options=options, upstream=upstream, given=given)
+        outside = None if self.outside is None else batch_element("lse", self.outside, place)
+        return replace(self, inputs=inputs, options=options, upstream=upstream, given=given, outside=outside)
 
 
 # How many axes of an array follow its batch axes; what is not here has no batch axes. Sinks, slopes, mask, bias and
