@@ -132,7 +132,9 @@ class _Diagnoser:
         candidates = list(_backward_candidates(sample, base))
         if not base:
             candidates += _forward_mistakes_in_backward(sample)
-        return best(self._tried(candidates, sample, GRADIENTS), wrong)
+        found = best(self._tried(candidates, sample, GRADIENTS), wrong)
+        # what the base explains alone is not the backward mistake's
+        return [Explanation(e.candidate, {n: r for n, r in e.residuals.items() if n in wrong}) for e in found]
 
     def _with_backward(self, explanation: Explanation, sample: Sample) -> Explanation:
         """A forward mistake with the kind of backward pass that explains most gradients."""
