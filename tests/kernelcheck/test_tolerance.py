@@ -5,12 +5,12 @@ The right kernels and the random problems are those of scripts/tolerance_study.p
 
 import dataclasses
 
+import cases
 import numpy as np
 import pytest
 from right_kernels import KERNELS, naive
 from tolerance_study import Golden, Problem, draw_problem, golden, judge, plane_of, storage_type
 
-import cases
 from numpy_sdpa.kernelcheck import tolerance
 from numpy_sdpa.kernelcheck.precision import FORMATS, half_unit, precision_of
 from numpy_sdpa.kernelcheck.sums import sum_variance
@@ -269,11 +269,13 @@ def test_hidden_poison_changes_nothing():
     lengths = problem.options["key_lengths"]
     hidden = (np.arange(problem.key.shape[-2]) >= lengths[:, None])[:, None, :, None]
     assert hidden.any()
-    clean, poisoned = (
-        dataclasses.replace(problem, key=np.where(hidden, fill, problem.key), value=np.where(hidden, fill, problem.value))
-        for fill in (np.float32(0), np.float32(np.nan))
-    )
-    expected, got = (sigma_of(each, golden(each)) for each in (clean, poisoned))
+
+    def sigma_with_hidden(fill: float) -> dict[str, np.ndarray]:
+        key, value = (np.where(hidden, np.float32(fill), array) for array in (problem.key, problem.value))
+        filled = dataclasses.replace(problem, key=key, value=value)
+        return sigma_of(filled, golden(filled))
+
+    expected, got = sigma_with_hidden(0), sigma_with_hidden(np.nan)
     for name in expected:
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
 
