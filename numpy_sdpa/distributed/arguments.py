@@ -25,7 +25,17 @@ _OF_CHUNKS = ("query", "key", "value", "mask", "bias", "sinks", "alibi_slopes", 
 _NUMBERS = ("scale", "softcap")
 _ARRAYS = (*_OF_CHUNKS, *_NUMBERS, "query_offset", "query_lengths", "key_lengths", "query_segments", "key_segments")
 # What goes with every task as it is.
-_PLAIN = ("is_causal", "window", "enable_gqa", "dropout_p", "dropout_seed", "block_size", "method", "workers", *_NUMBERS)
+_PLAIN = (
+    "is_causal",
+    "window",
+    "enable_gqa",
+    "dropout_p",
+    "dropout_seed",
+    "block_size",
+    "method",
+    "workers",
+    *_NUMBERS,
+)
 
 
 def cut_arguments(
@@ -174,7 +184,8 @@ class _Cutter:
     def _cut(self, name: str, array: Any) -> Cut:
         axes = self._axes_followed(name, array)
         chunks = tuple(
-            (size,) if axis is None else self._chunks_along(name, axis) for axis, size in zip(axes, array.shape, strict=True)
+            (size,) if axis is None else self._chunks_along(name, axis)
+            for axis, size in zip(axes, array.shape, strict=True)
         )
         return Cut(_rechunked(array, chunks), axes)
 
@@ -244,19 +255,21 @@ def _whole_groups(chunks: Chunks, group: int) -> Chunks:
 
 def _lazy_mask(mask: DaskArray) -> DaskArray:
     """As bool. Floating numbers must be 0 and 1 with a 1 among them, which is asked of the whole mask."""
-    kind = dtype_kind(np, mask.dtype)
-    if kind != "f" or mask.size == 0:
-        return mask if kind == "b" else mask != 0
     import dask.array as da
 
+    kind = dtype_kind(np, mask.dtype)
+    if kind == "b":
+        return mask
+    # comparisons and reductions of Dask trip over empty chunks
+    mask = mask.rechunk(tuple(tuple(size for size in sizes if size) or (0,) for sizes in mask.chunks))
+    if kind == "i" or mask.size == 0:
+        return mask != 0
     is_one = mask == 1
     is_mask = (is_one | (mask == 0)).all() & is_one.any()
     return da.map_blocks(tasks.checked_mask, is_one, is_mask, mask.min(), mask.max(), dtype=bool, meta=is_one._meta)
 
 
-def cut_upstream(
-    plan: Plan, query: Cut, results: Mapping[str, Cut], upstream: Mapping[str, Any]
-) -> dict[str, Cut]:
+def cut_upstream(plan: Plan, query: Cut, results: Mapping[str, Cut], upstream: Mapping[str, Any]) -> dict[str, Cut]:
     """grad_output and grad_lse, those that are given: checked, and cut as the forward's `results` are."""
     given = {name: array if is_dask(array) else from_list(name, array) for name, array in upstream.items()}
     given = {name: array for name, array in given.items() if array is not None}

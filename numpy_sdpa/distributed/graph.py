@@ -155,9 +155,7 @@ class Forward(Pass):
 
     def begin_columns(self, index: Index, number: int) -> Key:
         begin = partial(tasks.begin_columns, self.of_columns)
-        return self.add(
-            "begin-columns", (*index[:-2], index[-1], number), begin, self.chunks(self.of_columns, index)
-        )
+        return self.add("begin-columns", (*index[:-2], index[-1], number), begin, self.chunks(self.of_columns, index))
 
     def tile(self, index: Index, rows: Key, columns: Key) -> Key:
         tile = partial(tasks.forward_tile, self.plan.call, self.place(index), self.of_tiles)
@@ -188,7 +186,7 @@ class Forward(Pass):
 
 
 class Backward(Pass):
-    stem = "sdpa-backward"
+    stem = "sdpa-gradients"
 
     def begin_rows(self, index: Index, number: int) -> Key:
         begin = partial(tasks.begin_rows_backward, self.plan.call, self.of_rows, list(self.known))
@@ -199,9 +197,7 @@ class Backward(Pass):
 
     def begin_columns(self, index: Index, number: int) -> Key:
         begin = partial(tasks.begin_columns_backward, self.plan.call, self.of_columns)
-        return self.add(
-            "begin-columns", (*index[:-2], index[-1], number), begin, self.chunks(self.of_columns, index)
-        )
+        return self.add("begin-columns", (*index[:-2], index[-1], number), begin, self.chunks(self.of_columns, index))
 
     def tile(self, index: Index, rows: Key, columns: Key) -> Key:
         tile = partial(tasks.backward_tile, self.plan.call, self.place(index), self.of_tiles)

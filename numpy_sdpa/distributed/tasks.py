@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpy_sdpa import blockwise, steps
-from numpy_sdpa._internal.namespace import Array, DType, Namespace, arange, array_namespace, astype, computing
+from numpy_sdpa._internal.namespace import Array, DType, Namespace, arange, array_namespace, astype, computing, owned
 from numpy_sdpa._internal.options import Dropout, Inputs, Options, looks_additive, resolve
 from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.blockwise import running
@@ -39,12 +39,20 @@ class Place(NamedTuple):
     column: int
 
 
+class Rows(NamedTuple):
+    """What a backward knows of a chunk of queries from the forward, over all keys."""
+
+    grad_output: Array | None  # as it was given
+    sees: Array  # (B…, Hq, L): True where a query sees a key
+    statistics: RowStatistics
+
+
 class Strip(NamedTuple):
     """A chunk of queries or of keys, and what the tiles that it has passed through have made of it."""
 
     arrays: Arrays  # by the names of the public call
-    sums: Any  # Partial of queries, forward; gradients by name, backward
-    upstream: Any = None  # of queries, backward: grad_output and RowStatistics
+    sums: Any = None  # of queries, forward: Partial; backward: gradients by name
+    rows: Rows | None = None  # of queries, backward
 
 
 def resolved(call: Call, place: Place, arrays: Arrays) -> tuple[Inputs, Options]:
@@ -77,36 +85,33 @@ def _dropout_at(dropout: Dropout, call: Call, place: Place, options: Options) ->
     )
 
 
+def begin(names: list[str], arrays: list[Array]) -> Strip:
+    return Strip(dict(zip(names, arrays, strict=True)))
+
+
+def _passed(strip: Strip, sums: Any) -> Strip:
+    """The strip after a tile. What came from another worker is a view of the whole message: with a copy, that may go."""
+    rows = strip.rows
+    if rows is not None:
+        grad_output = None if rows.grad_output is None else owned(rows.grad_output)
+        rows = Rows(grad_output, owned(rows.sees), RowStatistics(*map(owned, rows.statistics)))
+    return Strip({name: owned(array) for name, array in strip.arrays.items()}, sums, rows)
+
+
 # Forward: a strip of queries collects the running softmax, a strip of keys is only read
-
-
-def begin_rows(call: Call, shape: tuple[int, ...], names: list[str], arrays: list[Array]) -> Strip:
-    """A strip of queries; `shape` is (B…, Hq, L) of its part of the plane."""
-    strip = Strip(dict(zip(names, arrays, strict=True)), None)
-    xp = _module_of(strip)
-    real = xp.zeros((), dtype=call.compute_dtype).real.dtype
-    with computing(xp, strip.arrays["query"]):
-        nothing = Partial(
-            sums=xp.zeros((*shape, call.value_size), dtype=call.compute_dtype),
-            row_sum=xp.zeros((*shape, 1), dtype=call.compute_dtype),
-            row_shift=xp.full((*shape, 1), -xp.inf, dtype=real),
-        )
-    return strip._replace(sums=nothing)
-
-
-def begin_columns(names: list[str], arrays: list[Array]) -> Strip:
-    return Strip(dict(zip(names, arrays, strict=True)), None)
 
 
 def forward_tile(
     call: Call, place: Place, names: list[str], rows: Strip, columns: Strip, arrays: list[Array]
 ) -> tuple[Strip, Strip]:
     """Both strips after the tile; `arrays` are the tile's parts of mask, bias and dropout mask."""
-    tile = dict(zip(names, arrays, strict=True))
-    inputs, options = resolved(call, place, rows.arrays | columns.arrays | tile)
-    with computing(options.xp, options.like):
-        partial = _partial_of(options.xp, blockwise.forward(inputs, options))
-        return rows._replace(sums=running.join(options.xp, rows.sums, partial)), columns
+    inputs, options = resolved(call, place, rows.arrays | columns.arrays | dict(zip(names, arrays, strict=True)))
+    xp = options.xp
+    with computing(xp, options.like):
+        partial = _partial_of(xp, blockwise.forward(inputs, options))
+        if rows.sums is not None:
+            partial = running.join(xp, rows.sums, partial)
+        return _passed(rows, partial), _passed(columns, None)
 
 
 def _partial_of(xp: Namespace, residuals: Any) -> Partial:
@@ -120,16 +125,17 @@ def _partial_of(xp: Namespace, residuals: Any) -> Partial:
     return Partial(residuals.output * row_sum, row_sum, row_shift)
 
 
-def end_rows(strips: list[Strip], sinks: Array | None) -> Arrays:
-    """The results of whole rows, from the strips that have met their keys. The sink joins them here, once."""
-    xp = _module_of(strips[0])
-    with computing(xp, strips[0].arrays["query"]):
-        partial = strips[0].sums
-        for strip in strips[1:]:
-            partial = running.join(xp, partial, strip.sums)
+def end_rows(call: Call, shape: tuple[int, ...], strips: list[Strip], sinks: Array | None) -> Arrays:
+    """The results of whole rows, (B…, Hq, L) = `shape`. The sink joins the strips' keys here, once."""
+    xp, like = _module_of(strips[0]), strips[0].arrays["query"]
+    with computing(xp, like):
+        partial = _nothing(xp, call, shape)
+        for strip in strips:
+            if strip.sums is not None:
+                partial = running.join(xp, partial, strip.sums)
         sees = partial.row_sum[..., 0] != 0
         if sinks is not None:
-            sinks = astype(sinks, partial.row_sum.dtype)
+            sinks = astype(sinks, call.compute_dtype)
             partial = running.join(xp, partial, running.of_sinks(xp, sinks, partial))
         row_shift = xp.where(partial.row_shift == -xp.inf, 0, partial.row_shift)
         return {
@@ -141,43 +147,43 @@ def end_rows(strips: list[Strip], sinks: Array | None) -> Arrays:
         }
 
 
-# Backward: a strip collects the gradients of what it carries; that of queries also those of single numbers
+def _nothing(xp: Namespace, call: Call, shape: tuple[int, ...]) -> Partial:
+    """Attention over no keys."""
+    dtype = call.compute_dtype
+    row_sum = xp.zeros((*shape, 1), dtype=dtype)
+    row_shift = xp.full((*shape, 1), -xp.inf, dtype=row_sum.real.dtype)
+    return Partial(xp.zeros((*shape, call.value_size), dtype=dtype), row_sum, row_shift)
 
-_SUMMED = ("query", "key", "value", "bias", "alibi_slopes")
 
-
-def begin_columns_backward(call: Call, names: list[str], arrays: list[Array]) -> Strip:
-    strip = begin_columns(names, arrays)
-    xp = _module_of(strip)
-    return strip._replace(
-        sums={
-            name: xp.zeros(array.shape, dtype=call.compute_dtype)
-            for name, array in strip.arrays.items()
-            if name in _SUMMED
-        }
-    )
+# Backward: a strip collects the gradients of what it carries, one of queries also those of scale, softcap and sinks
 
 
 def begin_rows_backward(
-    call: Call, names: list[str], known_names: list[str], arrays: list[Array], known_rows: list[Array], sinks: Array | None
+    call: Call,
+    names: list[str],
+    known_names: list[str],
+    arrays: list[Array],
+    known_rows: list[Array],
+    sinks: Array | None,
 ) -> Strip:
     """`known_rows`: the results of `end_rows`, grad_output and grad_lse. So D and the statistics are of whole rows."""
-    strip = begin_columns_backward(call, names, arrays)
-    xp, known, dtype = _module_of(strip), dict(zip(known_names, known_rows, strict=True)), call.compute_dtype
+    strip, known = begin(names, arrays), dict(zip(known_names, known_rows, strict=True))
+    xp, grad_output = _module_of(strip), known.get("grad_output")
     with computing(xp, strip.arrays["query"]):
-        grad_output, row_term = xp.zeros_like(known["output"]), xp.zeros_like(known["lse"])
+        row_term = xp.zeros_like(known["lse"])
         if "grad_lse" in known:
-            row_term = xp.where(known["lse"] == -xp.inf, 0, -astype(known["grad_lse"], dtype))
-        if "grad_output" in known:
-            grad_output = xp.where(known["sees"][..., None], astype(known["grad_output"], dtype), 0)
-            row_term = row_term + xp.sum(grad_output * known["output"], axis=-1)
+            row_term = xp.where(known["lse"] == -xp.inf, 0, -astype(known["grad_lse"], call.compute_dtype))
+        if grad_output is not None:
+            reaching = _reaching(xp, call, grad_output, known["sees"])
+            row_term = row_term + xp.sum(reaching * known["output"], axis=-1)
         statistics = RowStatistics(known["row_shift"], known["row_sum"], row_term)
-        sums = {"scale": xp.zeros((), dtype=dtype)}
-        if "softcap" in strip.arrays or "softcap" in call.options:
-            sums["softcap"] = sums["scale"]
-        if sinks is not None:
-            sums["sinks"] = _sinks_backward(xp, sinks, statistics)
-    return strip._replace(sums=strip.sums | sums, upstream=(grad_output, statistics))
+        sums = {} if sinks is None else {"sinks": _sinks_backward(xp, sinks, statistics)}
+    return strip._replace(sums=sums, rows=Rows(grad_output, known["sees"], statistics))
+
+
+def _reaching(xp: Namespace, call: Call, grad_output: Array, sees: Array) -> Array:
+    """In the compute dtype, 0 in rows that see nothing: there it reaches nothing, whatever it is."""
+    return xp.where(sees[..., None], astype(grad_output, call.compute_dtype), 0)
 
 
 def _sinks_backward(xp: Namespace, sinks: Array, statistics: RowStatistics) -> Array:
@@ -188,36 +194,36 @@ def _sinks_backward(xp: Namespace, sinks: Array, statistics: RowStatistics) -> A
 
 
 def backward_tile(
-    call: Call, place: Place, names: list[str], rows: Strip, columns: Strip, arrays: list[Array], grad_bias: Array | None
+    call: Call,
+    place: Place,
+    names: list[str],
+    rows: Strip,
+    columns: Strip,
+    arrays: list[Array],
+    grad_bias: Array | None,
 ) -> tuple[Strip, Strip, Array | None]:
     """Both strips after the tile, and the gradient of a bias that has rows and columns, with `grad_bias` added."""
     tile = dict(zip(names, arrays, strict=True))
     inputs, options = resolved(call, place, rows.arrays | columns.arrays | tile)
     xp = options.xp
-    grad_output, statistics = rows.upstream
     with computing(xp, options.like):
-        gradients = blockwise.backward_from_rows(inputs, options, grad_output, statistics)._asdict()
+        grad_output, sees, statistics = rows.rows
+        if grad_output is None:
+            grad_output = xp.zeros((*sees.shape, call.value_size), dtype=call.compute_dtype)
+        gradients = blockwise.backward_from_rows(
+            inputs, options, _reaching(xp, call, grad_output, sees), statistics
+        )._asdict()
 
-        def added(strip: Strip) -> Strip:
-            return strip._replace(
-                sums={
-                    name: total + sum_to_shape(xp, gradients[name], total.shape) if name != "sinks" else total
-                    for name, total in strip.sums.items()
-                }
-            )
+        def of(arrays: Iterable[str]) -> Arrays:
+            return {name: gradients[name] for name in arrays if gradients.get(name) is not None}
 
-        if "bias" in tile:
-            of_tile = sum_to_shape(xp, gradients["bias"], tile["bias"].shape)
-            grad_bias = of_tile if grad_bias is None else grad_bias + of_tile
-        return added(rows), added(columns), grad_bias
+        def shaped(arrays: Arrays) -> Arrays:
+            ...
+    return None
 
 
 def end_backward(strips: list[Strip]) -> Arrays:
     """The gradients that strips of the same rows, or of the same columns, have collected."""
-    sums = strips[0].sums
-    for strip in strips[1:]:
-        sums = sums | {name: sums[name] + total for name, total in strip.sums.items()}
-    return sums
 
 
 # Small things
@@ -248,8 +254,9 @@ def stand_in(shape: tuple[int, ...], dtype: DType, fill: int = 0) -> np.ndarray:
 
 def checked(name: str, operands: dict[str, tuple[Any, DType]], options: Arrays, array: Array) -> Array:
     """Lengths or a number, found to be what every call demands of them; `operands`: shape and dtype of query, …"""
-    query, key, value = (stand_in(*operands[name]) for name in ("query", "key", "value"))
-    resolve(query, key, value, None, {**options, name: array.tolist()})
+    if array.size > 0:
+        query, key, value = (stand_in(*operands[name]) for name in ("query", "key", "value"))
+        resolve(query, key, value, None, {**options, name: array.tolist()})
     return array
 
 
