@@ -56,7 +56,7 @@ def backward_from_rows(arrays: Any, options: Options, grad_output: Array, statis
     """
     run = Backward(slabs_of(options), with_leading_axes(arrays, options), options)
     with blas.single_threaded():
-        return run.gradients(grad_output, statistics)
+        return run.from_rows(grad_output, statistics)
 
 
 __all__ = [

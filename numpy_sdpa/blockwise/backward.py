@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from numpy_sdpa import steps
-from numpy_sdpa._internal.namespace import Array, astype
+from numpy_sdpa._internal.namespace import Array, DType, astype
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile, sum_to_shape
 from numpy_sdpa.blockwise import folded, running
@@ -12,15 +14,16 @@ from numpy_sdpa.blockwise.parts import (
     RowStatistics,
     counted_from,
     inputs_of_slab,
-    norms_of_slab,
     operands_of_tile,
+    plain_keys,
+    sees_some,
     workers_of,
 )
 from numpy_sdpa.blockwise.progress import Progress
 from numpy_sdpa.blockwise.running import Rows
 from numpy_sdpa.blockwise.slabs import Slab
-from numpy_sdpa.blockwise.tiles import grid_of, in_groups, seen_tiles
-from numpy_sdpa.blockwise.workers import Buffers, blas
+from numpy_sdpa.blockwise.tiles import Grid, grid_of, in_groups, seen_tiles
+from numpy_sdpa.blockwise.workers import Buffers, OnceEach, blas
 from numpy_sdpa.chain import Differentiable
 from numpy_sdpa.residuals import Upstream
 from numpy_sdpa.visibility import Tile
@@ -32,10 +35,10 @@ _COLUMN_BLOCKS_A_TASK = 4
 def backward_slabs(
     slabs: list[Slab], arrays: Differentiable, results: Results, upstream: Upstream, options: Options
 ) -> Differentiable:
+    """The gradients of a call's inputs."""
     run = Backward(slabs, arrays, options)
     with blas.single_threaded():
-        grad_output, statistics = run.row_statistics(results, upstream)
-        gradients = run.gradients(grad_output, statistics)
+        gradients, statistics = run.from_results(results, upstream)
     if arrays.sinks is None:
         return gradients
     return gradients._replace(sinks=sinks_backward(slabs, arrays, statistics, options))
@@ -64,7 +67,7 @@ class _SmallGradients(NamedTuple):
     slopes: list[tuple[int, Array]]  # by slab
     scale: list[Array]
     softcap: list[Array]
-    bias: Array | None  # where it is broadcast along the keys, so that no task has columns of its own
+    bias: Array | None  # the call's, or the task's own where no task has columns of its own: a bias (…, 1)
 
 
 class Backward:
@@ -81,32 +84,19 @@ class Backward:
         self._inputs = [inputs_of_slab(slab, arrays) for slab in slabs]
         self._grids = [grid_of(slab.options) for slab in slabs]
         self._workers = workers_of(options)
+        self._output: Array | None = None  # where D is still to be found
 
-    # What is known of rows
-
-    def row_statistics(self, results: Results, upstream: Upstream) -> tuple[Array, RowStatistics]:
-        """The upstream gradient of the output, 0 in rows that see nothing, and the numbers of every row."""
+    def from_results(self, results: Results, upstream: Upstream) -> tuple[Differentiable, RowStatistics]:
+        """The gradients, and the numbers of every row that were found on the way."""
         xp, lse = self._options.xp, results.lse
         row_term = xp.zeros_like(lse)
         if upstream.lse is not None:
             row_term = xp.where(lse == -xp.inf, 0, -upstream.lse)
-        grad_output = upstream.output
-        if grad_output is None:
-            grad_output = xp.zeros_like(results.output)
-        else:
-            grad_output = self._reaching(grad_output)
-            self._workers.run(
-                lambda number, _: self._add_row_dots(number, grad_output, results.output, row_term),
-                range(len(self._slabs)),
-            )
-        return grad_output, RowStatistics(results.row_shift, results.row_sum, row_term)
-
-    def _add_row_dots(self, number: int, grad_output: Array, output: Array, row_term: Array) -> None:
-        """D = Σ gO ∘ O, which is Σ P ∘ gP."""
-        xp, slab = self._options.xp, self._slabs[number]
-        for rows in self._grids[number].row_blocks:
-            product = slab.queries(grad_output)[..., rows, :] * slab.queries(output)[..., rows, :]
-            slab.rows(row_term)[..., rows] += xp.sum(product, axis=-1)
+        statistics = RowStatistics(results.row_shift, results.row_sum, row_term)
+        if upstream.output is None:
+            return self.from_rows(xp.zeros_like(results.output), statistics), statistics
+        self._output = results.output
+        return self.from_rows(self._reaching(upstream.output), statistics), statistics
 
     def _reaching(self, grad_output: Array) -> Array:
         """0 in rows that see nothing. Finite numbers may stay: the weights there are 0."""
@@ -124,9 +114,8 @@ class Backward:
                 part[...] = xp.where(sees, part, 0)
         return grad_output
 
-    # Gradients
-
-    def gradients(self, grad_output: Array, statistics: RowStatistics) -> Differentiable:
+    def from_rows(self, grad_output: Array, statistics: RowStatistics) -> Differentiable:
+        """The gradients save that of sinks. `grad_output` is 0 in rows that see nothing."""
         options, arrays = self._options, self._arrays
         xp, dtype = options.xp, options.compute_dtype
 
@@ -142,22 +131,32 @@ class Backward:
             bias=None if arrays.bias is None else xp.zeros(_at_least_2d(arrays.bias.shape), dtype=dtype),
             alibi_slopes=None if arrays.alibi_slopes is None else xp.zeros(options.plane[:-2], dtype=dtype),
         )
-        self._safe_rows = self._workers.run(self._measure, range(len(self._slabs)))
+        self._plain = OnceEach(len(self._slabs), self._look_at_slab)
         tasks = self._tasks()
         with Progress(options.progress, "backward", len(tasks)) as progress:
             small = self._workers.run(self._add_columns, tasks, progress)
         return self._with_small(small)
 
-    def _measure(self, number: int, buffers: Buffers) -> list[bool]:
-        """For each block of rows whether it may be folded."""
+    def _look_at_slab(self, number: int) -> "_Plain | None":
         slab, inputs, grid = self._slabs[number], self._inputs[number], self._grids[number]
-        norms = norms_of_slab(slab.options, inputs)
-        if norms is None:
-            return [False] * len(grid.row_blocks)
-        return [
-            folded.backward_is_safe(inputs.query[:, rows], inputs.scale, self._rows_of(number, rows), norms)
-            for rows in grid.row_blocks
-        ]
+        if self._output is not None:
+            self._add_row_dots(slab, grid, self._output)
+        keys = plain_keys(slab.options, inputs)
+        if keys is None:
+            return None
+        every_row = slice(0, slab.options.query_length)
+        rows = folded.is_foldable(inputs.query, self._rows_of(number, every_row), slab.options.compute_dtype)
+        if keys.is_spoilt is not None:
+            for block in grid.row_blocks:
+                rows[:, block] &= ~sees_some(slab.options, block, grid.column_blocks, keys.is_spoilt)
+        return _Plain(keys, rows)
+
+    def _add_row_dots(self, slab: Slab, grid: Grid, output: Array) -> None:
+        """D = Σ gO ∘ O, which is Σ P ∘ gP."""
+        xp, row_term = self._options.xp, slab.rows(self._statistics.row_term)
+        grad_output, output = slab.queries(self._grad_output), slab.queries(output)
+        for rows in grid.row_blocks:
+            row_term[..., rows] += xp.sum(grad_output[..., rows, :] * output[..., rows, :], axis=-1)
 
     def _tasks(self) -> list[_ColumnTask]:
         """The groups of columns, the first of every slab first: under a causal mask they are the longest."""
@@ -195,75 +194,73 @@ class Backward:
         keys = _KeyGradients(
             slab.keys(self._gradients.key)[..., columns, :], slab.keys(self._gradients.value)[..., columns, :]
         )
-        plain = None
+        plain = self._plain[number]
+        columns_ready = plain and plain.columns(columns, self._options.compute_dtype, buffers)
         for block, rows in enumerate(self._grids[number].row_blocks):
             self._workers.check()
             tiles = list(seen_tiles(slab.options, rows, column_blocks, inputs.bias))
-            if tiles and self._safe_rows[number][block]:
-                plain = plain or self._plain_columns(number, columns, buffers)
-                grad_query = self._folded(number, rows, tiles, columns, plain, keys, small, buffers)
-            elif tiles:
-                grad_query = self._running(number, rows, tiles, columns, keys, small)
             if tiles:
+                part = _Block(number, rows, columns, tiles, keys)
+                if plain is None or columns_ready is None:
+                    grad_query = self._running(part, None, small)
+                else:
+                    grad_query = self._folded(part, columns_ready, plain.rows[:, rows], small, buffers)
                 in_order.wait((number, block), place)
                 slab.queries(self._gradients.query)[..., rows, :] += grad_query
             in_order.finish((number, block), place)
 
-    def _plain_columns(self, number: int, columns: slice, buffers: Buffers) -> folded.Columns:
-        inputs = self._inputs[number]
-        return folded.Columns(inputs.key[0, columns], inputs.value[0, columns], self._options.compute_dtype, buffers)
-
     def _folded(
         self,
-        number: int,
-        rows: slice,
-        tiles: list[tuple[Tile, Array | None]],
-        columns: slice,
-        plain: folded.Columns,
-        keys: "_KeyGradients",
+        block: "_Block",
+        columns: folded.Columns,
+        is_foldable: np.ndarray,
         small: _SmallGradients,
         buffers: Buffers,
     ) -> Array:
-        inputs = self._inputs[number]
-        block = folded.BackwardRows(inputs.query[:, rows], inputs.scale, self._rows_of(number, rows), buffers)
-        for tile, visible in tiles:
-            part = counted_from(tile.columns, columns)
-            block.add(counted_from(tile.rows, rows), visible, plain, part, keys.key[0, part], keys.value[0, part])
-        grad_query, grad_scale = block.finish()
+        """The gradient of the block's queries; those of keys and values are added to."""
+        rows, keys = block.rows, block.keys
+        inputs, of_rows = self._inputs[block.number], self._rows_of(block.number, block.rows)
+        folded_rows = folded.BackwardRows(inputs.query[:, rows], inputs.scale, of_rows, is_foldable, buffers)
+        for tile, visible in block.tiles:
+            part = counted_from(tile.columns, block.columns)
+            folded_rows.add(
+                counted_from(tile.rows, rows), visible, columns, part, keys.key[0, part], keys.value[0, part]
+            )
+        grad_query, grad_scale = folded_rows.finish()
         small.scale.append(grad_scale)
+        sees_nothing = of_rows.row_sum[..., 0] == 0
+        if (is_foldable | sees_nothing).all():
+            return grad_query
+        return np.where(is_foldable[..., None], grad_query, self._running(block, ~is_foldable, small))
+
+    def _running(self, block: "_Block", among: np.ndarray | None, small: _SmallGradients) -> Array:
+        """The same by the steps, for all rows of the block or those where `among` (heads, rows) is True."""
+        number, keys = block.number, block.keys
+        slab, inputs, xp = self._slabs[number], self._inputs[number], self._options.xp
+        of_rows = self._rows_of(number, block.rows)
+        grad_query = xp.zeros(inputs.query[..., block.rows, :].shape, dtype=self._options.compute_dtype)
+        for tile, visible in block.tiles:
+            rows, columns = counted_from(tile.rows, block.rows), counted_from(tile.columns, block.columns)
+            if among is not None:  # the others see nothing here
+                visible = among[:, rows, None] & (True if visible is None else visible)
+                visible = np.broadcast_to(visible, (len(among), *tile.shape))
+            operands, view = operands_of_tile(slab.options, inputs, tile, visible)
+            grads, grad_value = running.backward_of_tile(of_rows.part(rows), operands, view)
+            grad_query[..., rows, :] += grads.query
+            keys.key[..., columns, :] += grads.key
+            keys.value[..., columns, :] += grad_value
+            self._add_small(number, tile, grads, small)
         return grad_query
 
-    def _running(
-        self,
-        number: int,
-        rows: slice,
-        tiles: list[tuple[Tile, Array | None]],
-        columns: slice,
-        keys: "_KeyGradients",
-        small: _SmallGradients,
-    ) -> Array:
-        slab, inputs, xp = self._slabs[number], self._inputs[number], self._options.xp
-        of_rows = self._rows_of(number, rows)
-        grad_query = xp.zeros(inputs.query[..., rows, :].shape, dtype=self._options.compute_dtype)
-        for tile, visible in tiles:
-            operands, view = operands_of_tile(slab.options, inputs, tile, visible)
-            part, part_of_columns = counted_from(tile.rows, rows), counted_from(tile.columns, columns)
-            grads, grad_value = running.backward_of_tile(of_rows.part(part), operands, view)
-            grad_query[..., part, :] += grads.query
-            keys.key[..., part_of_columns, :] += grads.key
-            keys.value[..., part_of_columns, :] += sum_to_shape(
-                xp, grad_value, keys.value[..., part_of_columns, :].shape
-            )
-            small.scale.append(grads.scale)
-            if grads.softcap is not None:
-                small.softcap.append(grads.softcap)
-            if grads.alibi_slopes is not None:
-                small.slopes.append((number, grads.alibi_slopes))
-            if grads.bias is not None:
-                shared = self._gradients.bias if small.bias is None else small.bias
-                target = slice_tile(slab.plane(shared), tile.rows, tile.columns)
-                target += sum_to_shape(xp, grads.bias, target.shape)
-        return grad_query
+    def _add_small(self, number: int, tile: Tile, grads: Differentiable, small: _SmallGradients) -> None:
+        small.scale.append(grads.scale)
+        if grads.softcap is not None:
+            small.softcap.append(grads.softcap)
+        if grads.alibi_slopes is not None:
+            small.slopes.append((number, grads.alibi_slopes))
+        if grads.bias is not None:
+            target = slice_tile(self._slabs[number].plane(small.bias), tile.rows, tile.columns)
+            target += sum_to_shape(self._options.xp, grads.bias, target.shape)
 
     def _rows_of(self, number: int, rows: slice) -> Rows:
         slab = self._slabs[number]
@@ -285,11 +282,31 @@ class Backward:
         return gradients._replace(scale=scale, softcap=None if self._arrays.softcap is None else softcap)
 
 
+class _Plain(NamedTuple):
+    """What of a slab may be folded."""
+
+    keys: folded.Keys
+    rows: np.ndarray  # bool (heads, L)
+
+    def columns(self, columns: slice, dtype: DType, buffers: Buffers) -> folded.Columns:
+        return folded.Columns(self.keys.key[0, columns], self.keys.value[0, columns], dtype, buffers)
+
+
 class _KeyGradients(NamedTuple):
     """Views of the gradients of a range of columns."""
 
     key: Array
     value: Array
+
+
+class _Block(NamedTuple):
+    """One row block of a task."""
+
+    number: int  # of the slab
+    rows: slice
+    columns: slice
+    tiles: list[tuple[Tile, Array | None]]
+    keys: _KeyGradients
 
 
 def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:

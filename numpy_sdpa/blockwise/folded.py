@@ -1,16 +1,18 @@
 """The plain tile, with every pass that can be folded into a matrix product folded into it.
 
-Without softcap, ALiBi, bias and dropout, and with finite numbers, a tile costs its matrix products, one exp and,
-backward, one multiplication. It is the steps of the chain in another arrangement:
+Without softcap, ALiBi, bias and dropout a tile costs its matrix products, one exp and, backward, one multiplication.
+It is the steps of the chain in another arrangement:
 
 - the scale is multiplied into the rows of Q, and the query heads that share a key head are rows of one matrix;
-- the row shift is 0: by Cauchy and Schwarz no score exceeds c |q| max |k|, and where that bound is small, exp can
-  neither overflow nor lose a row. Blocks of rows where it is not small take the steps, with a running maximum;
-- a mask is multiplied in after exp: with finite numbers this selects;
+- the row shift is 0. Where a row's sum shows that exp has left its comfortable range, that row is done again by the
+  steps, with a running maximum;
 - backward, 1 / row_sum is multiplied into the rows of gO, and D is one more column of them:
   [gO, −D] / row_sum · [V, 1]ᵀ = (gP − D) / row_sum, whose product with exp(S) is gS.
 
 Sums over keys are products with a column of ones, which BLAS does three times as fast as a reduction.
+
+Whether a row is folded depends on that row and on keys that it sees alone: what is hidden changes no bit of it. So keys
+that could spoil a product (not finite, or huge) count as 0 here, and the rows that see one are left to the steps.
 """
 
 import math
@@ -24,21 +26,23 @@ from numpy_sdpa.blockwise.running import Partial, Rows
 from numpy_sdpa.blockwise.workers import Buffers
 from numpy_sdpa.chain import Differentiable
 
-# exp(±40) = 2·10^±17 leaves 20 decades of float32 on both sides for the length of a row, for values and for gradients;
-# a score of 40 is still rounded to 2·10⁻⁶. Of 24 heads of a trained encoder (`data`), one goes beyond.
-LARGEST_SCORE = 40.0
-# What values and upstream gradients may be, so that their products with exp(±40) and sums of 10⁵ of those stay normal
-# float32 numbers.
-LARGEST_VALUE, SMALLEST_GRADIENT, LARGEST_GRADIENT = 1e15, 1e-12, 1e12
-# How many keys are measured at once: a copy of that many, in the compute dtype, stays in cache.
-_NORM_BLOCK = 1024
+# The range of a row's lse. exp(±40) = 2·10^±17 leaves 20 decades of float32 on both sides, for values, for upstream
+# gradients and for what of the row is smaller than its sum.
+LARGEST_LSE = 40.0
+# Of entries of query, key and value: products of two of them, summed over a head, are finite in float32.
+LARGEST_ENTRY = 1e15
+# Of a row of the upstream gradient, divided by row_sum: products with values, and with weights, are normal numbers.
+SMALLEST_UPSTREAM, LARGEST_UPSTREAM = 1e-25, 1e15
+# How many rows are looked at together: a copy of so many, in the compute dtype, stays in cache.
+_ROWS_AT_ONCE = 1024
 
 
-class Norms(NamedTuple):
-    """The largest Euclidean norms of a slab's keys and values; inf or NaN where one is not finite."""
+class Keys(NamedTuple):
+    """Keys and values of a slab without what could spoil a product."""
 
-    key: float
-    value: float
+    key: Array  # (1, S, E)
+    value: Array  # (1, S, Ev)
+    is_spoilt: np.ndarray | None  # (S,): True where they are 0 here only; None: nowhere
 
 
 def is_plain(options: Options, inputs: Differentiable) -> bool:
@@ -51,28 +55,55 @@ def is_plain(options: Options, inputs: Differentiable) -> bool:
     )
 
 
-def norms_of(key: Array, value: Array, dtype: DType) -> Norms:
-    return Norms(largest_norm(key, dtype), largest_norm(value, dtype))
+def usable_keys(key: Array, value: Array, dtype: DType) -> Keys:
+    usable = _has_moderate_rows(key, dtype) & _has_moderate_rows(value, dtype)
+    if usable.all():
+        return Keys(key, value, None)
+    zero = np.zeros((), dtype)
+    return Keys(np.where(usable[..., None], key, zero), np.where(usable[..., None], value, zero), ~usable[0])
 
 
-def largest_norm(array: Array, dtype: DType) -> float:
-    """max |row| of (1, rows, X); 0 without rows."""
-    largest = 0.0
-    for start in range(0, array.shape[-2], _NORM_BLOCK):
-        block = array[0, start : start + _NORM_BLOCK].astype(dtype, copy=False)
-        largest = np.maximum(largest, np.einsum("ij,ij->i", block, block).max())  # unlike max(), passes NaN on
-    return math.sqrt(largest) if np.isfinite(largest) else math.inf
+def _has_moderate_rows(array: Array, dtype: DType) -> np.ndarray:
+    """(…, rows): whether all entries of a row (…, rows, X) are at most `LARGEST_ENTRY`."""
+    moderate = np.ones(array.shape[:-1], dtype=bool)
+    for start in range(0, array.shape[-2], _ROWS_AT_ONCE):
+        part = (..., slice(start, start + _ROWS_AT_ONCE))
+        block = array[(*part, slice(None))].astype(dtype, copy=False)
+        if not _sum_of_squares(block) <= LARGEST_ENTRY**2:  # then some entry may be larger, or NaN
+            moderate[part] = (np.abs(block) <= LARGEST_ENTRY).all(axis=-1)
+    return moderate
 
 
-def fold_rows(array: Array, out: np.ndarray) -> np.ndarray:
-    """(heads, rows, X) into (rows · heads, X): the heads of a row are neighbours, so a range of rows is one range."""
+def _sum_of_squares(array: np.ndarray) -> float:
+    """∞ or NaN tells that an entry may be: the fastest look at all of them, by BLAS."""
+    flat = array.reshape(-1)
+    return float(np.dot(flat, flat))
+
+
+def is_foldable(query: Array, rows: Rows, dtype: DType) -> np.ndarray:
+    """(heads, L): which rows may be folded backward. Those that see nothing give nothing, and are not."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = rows.row_shift[..., 0] + np.log(rows.row_sum[..., 0])
+    foldable = (np.abs(lse) <= LARGEST_LSE) & _has_moderate_rows(query, dtype) & np.isfinite(rows.row_term[..., 0])
+    for start in range(0, query.shape[-2], _ROWS_AT_ONCE):
+        part = (..., slice(start, start + _ROWS_AT_ONCE))
+        largest = np.abs(rows.grad_output[(*part, slice(None))]).max(axis=-1, initial=0) * np.exp(-lse[part])
+        foldable[part] &= (largest == 0) | ((largest >= SMALLEST_UPSTREAM) & (largest <= LARGEST_UPSTREAM))
+    return foldable
+
+
+def unfold_rows(folded: np.ndarray, heads: int) -> np.ndarray:
+    """(rows · heads, X) as (heads, rows, X): the heads of a row are neighbours, so a range of rows is one range."""
+    return folded.reshape(len(folded) // heads, heads, folded.shape[-1]).swapaxes(0, 1)
+
+
+def _fold_into(out: np.ndarray, array: Array) -> np.ndarray:
     np.copyto(unfold_rows(out, array.shape[0]), array, casting="same_kind")
     return out
 
 
-def unfold_rows(folded: np.ndarray, heads: int) -> np.ndarray:
-    """(rows · heads, X) as (heads, rows, X)."""
-    return folded.reshape(len(folded) // heads, heads, folded.shape[-1]).swapaxes(0, 1)
+def _folded_range(rows: slice, heads: int) -> slice:
+    return slice(rows.start * heads, rows.stop * heads)
 
 
 def _product_operand(array: Array, dtype: DType, name: str, buffers: Buffers) -> np.ndarray:
@@ -84,13 +115,19 @@ def _product_operand(array: Array, dtype: DType, name: str, buffers: Buffers) ->
     return copy
 
 
-def _hide(tile: np.ndarray, visible: Array | None, heads: int) -> None:
-    """0 where hidden, in a tile of folded rows."""
-    if visible is None:
-        return
-    by_row = visible.swapaxes(0, 1) if visible.ndim == 3 else visible[:, None, :]
-    unfolded = tile.reshape(len(tile) // heads, heads, tile.shape[-1])
-    np.multiply(unfolded, by_row, out=unfolded)
+def _exponentials(
+    query: np.ndarray, key: np.ndarray, visible: Array | None, heads: int, buffers: Buffers
+) -> np.ndarray:
+    """exp(Q Kᵀ) of folded rows, 0 where hidden: selected by its bits, since there it may be ∞."""
+    exponentials = buffers.take("weights", (len(query), len(key)), query.dtype)
+    np.matmul(query, key.T, out=exponentials)
+    np.exp(exponentials, out=exponentials)
+    if visible is not None:
+        by_row = visible.swapaxes(0, 1) if visible.ndim == 3 else visible[:, None, :]
+        words = exponentials.view(f"i{exponentials.itemsize}").reshape(len(query) // heads, heads, len(key))
+        every_bit = np.negative(by_row.view(np.int8), dtype=words.dtype)  # −1 is all ones
+        np.bitwise_and(words, every_bit, out=words)
+    return exponentials
 
 
 class ForwardRows:
@@ -98,18 +135,16 @@ class ForwardRows:
 
     def __init__(self, query: Array, scale: Array, value_size: int, buffers: Buffers) -> None:
         self._heads, rows, size = query.shape
-        self._dtype = scale.dtype
         self._buffers = buffers
+        self._dtype = dtype = scale.dtype
         count = self._heads * rows
-        self._query = fold_rows(query, buffers.take("query", (count, size), self._dtype))
+        self._query = _fold_into(buffers.take("query", (count, size), dtype), query)
         np.multiply(self._query, scale, out=self._query)
-        self._sums = buffers.take("sums", (count, value_size), self._dtype)
-        self._row_sum = buffers.take("row sum", (count, 1), self._dtype)
+        self._sums = buffers.take("sums", (count, value_size), dtype)
+        self._row_sum = buffers.take("row sum", (count, 1), dtype)
+        self._sees = np.zeros((self._heads, rows), dtype=bool)
         self._sums[:] = 0
         self._row_sum[:] = 0
-
-    def is_safe(self, norms: Norms) -> bool:
-        return _is_safe(self._query, norms)
 
     def add(self, rows: slice, visible: Array | None, key: Array, value: Array) -> None:
         """`rows` counts from the block's first; `key` and `value` are the tile's, (columns, X)."""
@@ -117,19 +152,22 @@ class ForwardRows:
         folded = _folded_range(rows, self._heads)
         key = _product_operand(key, dtype, "key", self._buffers)
         value = _product_operand(value, dtype, "value", self._buffers)
-        query, sums, row_sum = self._query[folded], self._sums[folded], self._row_sum[folded]
-        weights = np.matmul(query, key.T, out=take("weights", (len(query), len(key)), dtype))
-        np.exp(weights, out=weights)
-        _hide(weights, visible, self._heads)
+        sums, row_sum = self._sums[folded], self._row_sum[folded]
+        weights = _exponentials(self._query[folded], key, visible, self._heads, self._buffers)
         np.add(sums, np.matmul(weights, value, out=take("sums of tile", sums.shape, dtype)), out=sums)
-        ones = take("ones", (len(key), 1), dtype)
-        ones[:] = 1
+        ones = self._buffers.ones(len(key), dtype)
         np.add(row_sum, np.matmul(weights, ones, out=take("row sum of tile", row_sum.shape, dtype)), out=row_sum)
+        self._sees[:, rows] |= True if visible is None else visible.any(axis=-1)
 
-    def finish(self) -> Partial:
-        """Views of buffers: to be used before the next block begins."""
+    def finish(self) -> tuple[Partial, np.ndarray]:
+        """The sums, views of buffers that the next block overwrites; and for which rows they are right."""
         row_sum = unfold_rows(self._row_sum, self._heads)
-        return Partial(unfold_rows(self._sums, self._heads), row_sum, np.zeros_like(row_sum))
+        partial = Partial(unfold_rows(self._sums, self._heads), row_sum, np.zeros_like(row_sum))
+        largest = math.exp(LARGEST_LSE)
+        is_right = (row_sum[..., 0] >= 1 / largest) & (row_sum[..., 0] <= largest)
+        if not math.isfinite(_sum_of_squares(self._sums)):
+            is_right &= np.isfinite(partial.sums).all(axis=-1)
+        return partial, is_right | ~self._sees
 
 
 class Columns:
@@ -146,20 +184,24 @@ class Columns:
 class BackwardRows:
     """A block of query rows: the gradients that each tile of it gives."""
 
-    def __init__(self, query: Array, scale: Array, rows: Rows, buffers: Buffers) -> None:
+    def __init__(self, query: Array, scale: Array, rows: Rows, is_foldable: np.ndarray, buffers: Buffers) -> None:
+        """Rows that are not foldable (heads, rows) give nothing here."""
         self._heads, length, size = query.shape
         self._scale = scale
-        self._dtype = dtype = scale.dtype
         self._buffers = buffers
+        self._dtype = dtype = scale.dtype
         count = self._heads * length
-        self._query = fold_rows(query, buffers.take("query", (count, size), dtype))
-        self._scaled_query = np.multiply(self._query, scale, out=buffers.take("scaled query", (count, size), dtype))
+        self._query = _fold_into(buffers.take("query", (count, size), dtype), query)
         self._upstream = buffers.take("upstream", (count, rows.grad_output.shape[-1] + 1), dtype)
         upstream = unfold_rows(self._upstream, self._heads)
-        empty = rows.row_sum == 0  # sees nothing: gives nothing
+        empty = rows.row_sum == 0
         factor = np.where(empty, 0, np.exp(-rows.row_shift) / np.where(empty, 1, rows.row_sum))
         np.multiply(rows.grad_output, factor, out=upstream[..., :-1])
         np.multiply(rows.row_term, -factor, out=upstream[..., -1:])
+        if not is_foldable.all():
+            unfold_rows(self._query, self._heads)[~is_foldable] = 0
+            upstream[~is_foldable] = 0
+        self._scaled_query = np.multiply(self._query, scale, out=buffers.take("scaled query", (count, size), dtype))
         self._grad_query = buffers.take("grad query", (count, size), dtype)
         self._grad_query[:] = 0
 
@@ -171,13 +213,11 @@ class BackwardRows:
         folded = _folded_range(rows, self._heads)
         query, upstream, grad_query = self._scaled_query[folded], self._upstream[folded], self._grad_query[folded]
         key, value_and_one = columns.key[part], columns.value_and_one[part]
-        shape = len(query), len(key)
-        weights = np.matmul(query, key.T, out=take("weights", shape, dtype))
-        np.exp(weights, out=weights)
-        _hide(weights, visible, self._heads)
-        product = take("product with values", grad_value.shape, dtype)
+        weights = _exponentials(query, key, visible, self._heads, self._buffers)
+        product = take("product with upstream", grad_value.shape, dtype)
         np.add(grad_value, np.matmul(weights.T, upstream[:, :-1], out=product), out=grad_value)
-        grad_scores = np.matmul(upstream, value_and_one.T, out=take("grad scores", shape, dtype))
+        grad_scores = take("grad scores", weights.shape, dtype)
+        np.matmul(upstream, value_and_one.T, out=grad_scores)
         np.multiply(grad_scores, weights, out=grad_scores)
         product = take("product with keys", query.shape, dtype)
         np.add(grad_query, np.matmul(grad_scores, key, out=product), out=grad_query)
@@ -189,24 +229,3 @@ class BackwardRows:
         grad_scale = np.vdot(self._query, self._grad_query)
         np.multiply(self._grad_query, self._scale, out=self._grad_query)
         return unfold_rows(self._grad_query, self._heads), grad_scale
-
-
-def backward_is_safe(query: Array, scale: Array, rows: Rows, norms: Norms) -> bool:
-    """Whether a block of rows may be folded backward."""
-    scaled = np.multiply(query, scale, dtype=scale.dtype)
-    if not _is_safe(scaled.reshape(math.prod(scaled.shape[:-1]), scaled.shape[-1]), norms):
-        return False
-    largest = np.abs(rows.grad_output).max(axis=-1, initial=0)
-    usable = (largest == 0) | ((largest >= SMALLEST_GRADIENT) & (largest <= LARGEST_GRADIENT))
-    return bool(usable.all() and not np.isnan(rows.row_shift).any() and np.isfinite(rows.row_sum).all())
-
-
-def _is_safe(scaled_query: np.ndarray, norms: Norms) -> bool:
-    """c |q| max |k| ≤ 40, and values that exp(40) does not lift out of range."""
-    squares = np.einsum("ij,ij->i", scaled_query, scaled_query)
-    bound = math.sqrt(squares.max(initial=0)) * norms.key
-    return bound <= LARGEST_SCORE and norms.value <= LARGEST_VALUE
-
-
-def _folded_range(rows: slice, heads: int) -> slice:
-    return slice(rows.start * heads, rows.stop * heads)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from numpy_sdpa import steps
 from numpy_sdpa._internal.namespace import astype
 from numpy_sdpa._internal.options import Options
@@ -10,15 +12,16 @@ from numpy_sdpa.blockwise.parts import (
     Results,
     counted_from,
     inputs_of_slab,
-    norms_of_slab,
     operands_of_tile,
+    plain_keys,
+    sees_some,
     workers_of,
 )
 from numpy_sdpa.blockwise.progress import Progress
 from numpy_sdpa.blockwise.running import Partial
 from numpy_sdpa.blockwise.slabs import Slab
 from numpy_sdpa.blockwise.tiles import grid_of, in_groups, seen_tiles
-from numpy_sdpa.blockwise.workers import Buffers, blas
+from numpy_sdpa.blockwise.workers import Buffers, OnceEach, blas
 from numpy_sdpa.chain import Differentiable
 
 # With fewer blocks of rows than this, long rows are cut too, so that there is work for as many threads; each piece
@@ -35,31 +38,30 @@ class _RowTask(NamedTuple):
 
 def forward_slabs(slabs: list[Slab], arrays: Differentiable, results: Results, options: Options) -> None:
     """Fill the results of every slab."""
-    run = _Forward(slabs, arrays, results, options)
-    workers = workers_of(options)
     with blas.single_threaded():
-        run.norms = workers.run(run.measure, range(len(slabs)))
-        tasks = run.tasks()
-        with Progress(options.progress, "forward", len(tasks)) as progress:
-            partials = workers.run(run.add_rows, tasks, progress)
-    run.join_pieces(tasks, partials)
+        _Forward(slabs, arrays, results, options).run()
 
 
 class _Forward:
     def __init__(self, slabs: list[Slab], arrays: Differentiable, results: Results, options: Options) -> None:
         self._slabs = slabs
-        self._arrays = arrays
         self._results = results
         self._options = options
-        self._inputs = [inputs_of_slab(slab, arrays) for slab in slabs]
         self._grids = [grid_of(slab.options) for slab in slabs]
-        self.norms: list[folded.Norms | None] = []
+        self._inputs = [inputs_of_slab(slab, arrays) for slab in slabs]
+        self._plain_keys = OnceEach(len(slabs), self._look_at_keys)
 
-    def measure(self, number: int, buffers: Buffers) -> folded.Norms | None:
-        """What `folded` must know of the slab's keys and values; None where its tiles cannot be folded."""
-        return norms_of_slab(self._slabs[number].options, self._inputs[number])
+    def run(self) -> None:
+        workers = workers_of(self._options)
+        tasks = self._tasks()
+        with Progress(self._options.progress, "forward", len(tasks)) as progress:
+            partials = workers.run(self._attend, tasks, progress)
+        self._join_pieces(tasks, partials)
 
-    def tasks(self) -> list[_RowTask]:
+    def _look_at_keys(self, number: int) -> folded.Keys | None:
+        return plain_keys(self._slabs[number].options, self._inputs[number])
+
+    def _tasks(self) -> list[_RowTask]:
         """Blocks of rows, the last first: under a causal mask they are the longest."""
         blocks = sum(len(grid.row_blocks) for grid in self._grids)
         return [
@@ -69,20 +71,26 @@ class _Forward:
             for piece in _pieces(grid.column_blocks, blocks)
         ]
 
-    def add_rows(self, task: _RowTask, buffers: Buffers) -> Partial | None:
+    def _attend(self, task: _RowTask, buffers: Buffers) -> Partial | None:
         """Attention of a block of rows over the task's columns, written to the results where these are all."""
-        slab, inputs, norms = self._slabs[task.number], self._inputs[task.number], self.norms[task.number]
-        partial = None
-        if norms is not None:
-            partial = _folded_rows(slab, inputs, norms, task, buffers)
-        if partial is None:
-            partial = _running_rows(slab, inputs, task, self._options)
+        partial = self._partial(task, buffers)
         if task.is_whole:
             self._write(task, partial)
             return None
         return Partial(*(self._options.xp.asarray(array, copy=True) for array in partial))
 
-    def join_pieces(self, tasks: list[_RowTask], partials: list[Partial | None]) -> None:
+    def _partial(self, task: _RowTask, buffers: Buffers) -> Partial:
+        """Folded, save rows that must not be."""
+        slab, inputs, keys = self._slabs[task.number], self._inputs[task.number], self._plain_keys[task.number]
+        if keys is None:
+            return _running_rows(slab, inputs, task, self._options)
+        partial, is_right = _folded_rows(slab, inputs, keys, task, buffers)
+        if is_right.all():
+            return partial
+        right, other = is_right[..., None], _running_rows(slab, inputs, task, self._options)
+        return Partial(*(np.where(right, *pair) for pair in zip(partial, other, strict=True)))
+
+    def _join_pieces(self, tasks: list[_RowTask], partials: list[Partial | None]) -> None:
         xp = self._options.xp
         open_rows: dict[tuple[int, int], tuple[_RowTask, Partial]] = {}
         for task, partial in zip(tasks, partials, strict=True):
@@ -101,7 +109,7 @@ class _Forward:
             partial = running.join(xp, partial, running.of_sinks(xp, sinks, partial))
         row_shift = xp.where(partial.row_shift == -xp.inf, 0, partial.row_shift)
         row_sum = partial.row_sum
-        slab.queries(results.output)[..., rows, :] = partial.sums / xp.where(row_sum == 0, 1, row_sum)
+        xp.divide(partial.sums, xp.where(row_sum == 0, 1, row_sum), out=slab.queries(results.output)[..., rows, :])
         slab.rows(results.row_shift)[..., rows] = row_shift[..., 0]
         slab.rows(results.row_sum)[..., rows] = row_sum[..., 0]
         slab.rows(results.lse)[..., rows] = steps.log_sum_exp(xp, row_shift, row_sum)[..., 0]
@@ -114,17 +122,17 @@ def _pieces(column_blocks: list[slice], row_blocks: int) -> list[list[slice]]:
 
 
 def _folded_rows(
-    slab: Slab, inputs: Differentiable, norms: folded.Norms, task: _RowTask, buffers: Buffers
-) -> Partial | None:
-    """None where a score may be too large for it."""
+    slab: Slab, inputs: Differentiable, keys: folded.Keys, task: _RowTask, buffers: Buffers
+) -> tuple[Partial, np.ndarray]:
+    """And for which rows (heads, rows) it is right."""
     block = folded.ForwardRows(inputs.query[:, task.rows], inputs.scale, inputs.value.shape[-1], buffers)
-    if not block.is_safe(norms):
-        return None
     for tile, visible in seen_tiles(slab.options, task.rows, task.column_blocks, None):
-        block.add(
-            counted_from(tile.rows, task.rows), visible, inputs.key[0, tile.columns], inputs.value[0, tile.columns]
-        )
-    return block.finish()
+        rows = counted_from(tile.rows, task.rows)
+        block.add(rows, visible, keys.key[0, tile.columns], keys.value[0, tile.columns])
+    partial, is_right = block.finish()
+    if keys.is_spoilt is not None:
+        is_right &= ~sees_some(slab.options, task.rows, task.column_blocks, keys.is_spoilt)
+    return partial, is_right
 
 
 def _running_rows(slab: Slab, inputs: Differentiable, task: _RowTask, options: Options) -> Partial:

@@ -4,11 +4,12 @@ The tasks say what is computed, never the number of workers: results are the sam
 """
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -33,14 +34,37 @@ class Buffers:
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, DType], np.ndarray] = {}
+        self._ones: dict[tuple[int, DType], np.ndarray] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: DType) -> np.ndarray:
         """An array with anything in it. The next `take` of the same name may hand out the same memory."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         flat = self._flat.get((name, dtype))
         if flat is None or flat.size < size:
             flat = self._flat[name, dtype] = np.empty(size, dtype)
         return flat[:size].reshape(shape)
+
+    def ones(self, count: int, dtype: DType) -> np.ndarray:
+        """A column of ones, (count, 1). Nobody writes into it."""
+        ones = self._ones.get((count, dtype))
+        if ones is None:
+            ones = self._ones[count, dtype] = np.ones((count, 1), dtype)
+        return ones
+
+
+class OnceEach(Generic[Result]):
+    """`make(number)` for numbers below `count`, each made when it is first asked for and once."""
+
+    def __init__(self, count: int, make: Callable[[int], Result]) -> None:
+        self._make = make
+        self._locks = [threading.Lock() for _ in range(count)]
+        self._made: dict[int, Result] = {}
+
+    def __getitem__(self, number: int) -> Result:
+        with self._locks[number]:
+            if number not in self._made:
+                self._made[number] = self._make(number)
+            return self._made[number]
 
 
 class InOrder:
@@ -144,27 +168,29 @@ class Workers:
 
 
 class _BLAS:
-    """BLAS on one thread while anyone is inside, as it was when the last one has left."""
+    """BLAS on one thread while a call computes, and afterwards as it was.
+
+    Of calls at the same time the first sets it back, since only the thread that has limited a BLAS can: the others go on
+    with however many threads it has then, slower but right.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
+        self._is_limited = False
         self._controller: Any = None
-        self._limit: Any = None
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
         with self._lock:
-            if self._inside == 0:
-                self._limit = self._libraries().limit(limits=1, user_api="blas")
-            self._inside += 1
-        try:
+            is_first, self._is_limited = not self._is_limited, True
+        if not is_first:
             yield
+            return
+        try:
+            with self._libraries().limit(limits=1, user_api="blas"):
+                yield
         finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    self._limit.restore_original_limits()
+            self._is_limited = False
 
     def _libraries(self) -> Any:
         if self._controller is None:  # it looks through every loaded library, which takes some ms: once
