@@ -23,7 +23,7 @@ FLOORS = [
     ["chain"],
     ["merge", "dense", "blockwise"],
     ["attention", "heads"],
-    ["jacobians", "varlen", "verify", "why_scale"],
+    ["jacobians", "varlen", "distributed", "verify", "why_scale"],
     ["__init__"],
     ["cli", "__main__"],
 ]

@@ -21,7 +21,7 @@ __all__ = ["SDPADistributedResiduals", "sdpa_backward", "sdpa_forward"]
 
 @dataclass(frozen=True, eq=False)
 class SDPADistributedResiduals:
-    """What a forward pass hands to its backward pass, lazily: ``dask.persist(output, residuals)`` computes and keeps it.
+    """What a forward pass hands to its backward pass; ``dask.persist(output, residuals)`` computes it and keeps it.
 
     Attributes
     ----------

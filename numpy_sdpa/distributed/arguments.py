@@ -50,8 +50,8 @@ def cut_arguments(
     xp = _module_of_chunks(given)
     given |= {name: _as_array(name, given[name], xp, given) for name in _ARRAYS if name in given}
     stand_ins = {name: stand_in(name, argument) for name, argument in given.items()}
-    operands = [stand_ins.pop(name, None) for name in ("query", "key", "value", "mask")]
-    return _Cutter(given, *resolve(*operands, stand_ins)).cut()
+    query, key, value, mask = (stand_ins.pop(name, None) for name in ("query", "key", "value", "mask"))
+    return _Cutter(given, *resolve(query, key, value, mask, stand_ins)).cut()
 
 
 def is_dask(array: Any) -> bool:
@@ -145,14 +145,14 @@ class _Cutter:
     def _arrays(self) -> dict[str, Any]:
         """Every array by name, on the host or of Dask, in the form in which it is cut."""
         given, resolved = self._given, self._resolved
-        arrays = {
+        arrays: dict[str, Any] = {
             name: given[name] if is_dask(given[name]) else getattr(self._inputs, name)
             for name in ("query", "key", "value", "bias", "sinks", "alibi_slopes")
             if name in given
         }
         if "mask" in given:
             arrays["mask"] = _lazy_mask(given["mask"]) if is_dask(given["mask"]) else resolved.mask
-        if "dropout_mask" in given:
+        if "dropout_mask" in given and resolved.dropout is not None:
             arrays["dropout_mask"] = given["dropout_mask"] if is_dask(given["dropout_mask"]) else resolved.dropout.mask
         for name in ("query_segments", "key_segments", "query_lengths", "key_lengths", *_NUMBERS):
             if is_dask(given.get(name)):
@@ -177,7 +177,9 @@ class _Cutter:
         """An array that is small, whole, and checked with the others' shapes before any tile sees it."""
         array = self._given[name]
         operands = {name: (self._given[name].shape, self._given[name].dtype) for name in ("query", "key", "value")}
-        options = {name: self._given[name] for name in ("enable_gqa", "compute_dtype") if name in self._given}
+        options: dict[str, Any] = {
+            name: self._given[name] for name in ("enable_gqa", "compute_dtype") if name in self._given
+        }
         check = partial(tasks.checked, name, operands, options)
         return array.rechunk(-1).map_blocks(check, dtype=array.dtype, meta=array._meta)
 

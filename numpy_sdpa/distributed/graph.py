@@ -59,7 +59,7 @@ class Pass:
         self.row_ends: dict[Index, Key] = {}
         self.column_ends: dict[Index, Key] = {}
         self.bias_ends: dict[Index, Key] = {}  # by chunk of the bias
-        self._tasks: dict[Key, tuple[Any, ...]] = {}
+        self._tasks: dict[Any, Any] = {}
         self._build()
         arrays = [cut.array for cut in (*inputs.values(), *known.values())]
         self._graph = HighLevelGraph.from_collections(self.name, self._tasks, dependencies=arrays)
@@ -93,7 +93,7 @@ class Pass:
         raise NotImplementedError
 
     def begin_columns(self, index: Index, number: int) -> Key:
-        raise NotImplementedError
+        return self.add("begin-columns", (*index[:-2], index[-1], number), *self.begin(self.of_columns, index))
 
     def tile(self, index: Index, rows: Key, columns: Key) -> Key:
         raise NotImplementedError
@@ -108,6 +108,9 @@ class Pass:
         key = (f"{self.stem}-{what}-{self.token}", *index)
         self._tasks[key] = (function, *arguments)
         return key
+
+    def begin(self, names: list[str], index: Index) -> tuple[Callable[..., Any], list[Key]]:
+        return partial(tasks.begin, names), self.chunks(names, index)
 
     def chunks(self, names: Iterable[str], index: Index) -> list[Key]:
         return [self.inputs[name].key(index) for name in names]
@@ -139,9 +142,10 @@ class Pass:
         from dask.highlevelgraph import HighLevelGraph
 
         layer = f"{self.stem}-{name.replace('_', '-')}-{self.token}"
-        layers = {**self._graph.layers, layer: {(layer, *block): task for block, task in blocks.items()}}
+        tasks_of_blocks: Any = {(layer, *block): task for block, task in blocks.items()}
+        layers = {**self._graph.layers, layer: tasks_of_blocks}
         graph = HighLevelGraph(layers, {**self._graph.dependencies, layer: {self.name}})
-        meta = meta_from_array(self.inputs["query"].array, ndim=len(chunks), dtype=dtype)
+        meta = meta_from_array(self.inputs["query"].array._meta.real, ndim=len(chunks), dtype=dtype)
         return da.Array(graph, layer, chunks, meta=meta)
 
 
@@ -149,20 +153,16 @@ class Forward(Pass):
     stem = "sdpa-forward"
 
     def begin_rows(self, index: Index, number: int) -> Key:
-        shape = (*self.plan.lead_shape(index[:-2]), self.plan.chunks[self.plan.rows][index[-2]])
-        begin = partial(tasks.begin_rows, self.plan.call, shape, self.of_rows)
-        return self.add("begin-rows", (*index[:-1], number), begin, self.chunks(self.of_rows, index))
-
-    def begin_columns(self, index: Index, number: int) -> Key:
-        begin = partial(tasks.begin_columns, self.of_columns)
-        return self.add("begin-columns", (*index[:-2], index[-1], number), begin, self.chunks(self.of_columns, index))
+        return self.add("begin-rows", (*index[:-1], number), *self.begin(self.of_rows, index))
 
     def tile(self, index: Index, rows: Key, columns: Key) -> Key:
         tile = partial(tasks.forward_tile, self.plan.call, self.place(index), self.of_tiles)
         return self.add("tile", index, tile, rows, columns, self.chunks(self.of_tiles, index))
 
     def end_rows(self, index: Index, strips: list[Key]) -> None:
-        self.row_ends[index] = self.add("end-rows", index[:-1], tasks.end_rows, strips, self.sinks(index))
+        shape = (*self.plan.lead_shape(index[:-2]), self.plan.chunks[self.plan.rows][index[-2]])
+        end = partial(tasks.end_rows, self.plan.call, shape)
+        self.row_ends[index] = self.add("end-rows", index[:-1], end, strips, self.sinks(index))
 
     def end_columns(self, index: Index, strips: list[Key]) -> None:
         """Keys were read; nothing has become of them."""
@@ -191,13 +191,7 @@ class Backward(Pass):
     def begin_rows(self, index: Index, number: int) -> Key:
         begin = partial(tasks.begin_rows_backward, self.plan.call, self.of_rows, list(self.known))
         known = [cut.key(index) for cut in self.known.values()]
-        sinks = self.sinks(index) if number == 0 else None  # a sink belongs to one part of the row
-        chunks = self.chunks(self.of_rows, index)
-        return self.add("begin-rows", (*index[:-1], number), begin, chunks, known, sinks)
-
-    def begin_columns(self, index: Index, number: int) -> Key:
-        begin = partial(tasks.begin_columns_backward, self.plan.call, self.of_columns)
-        return self.add("begin-columns", (*index[:-2], index[-1], number), begin, self.chunks(self.of_columns, index))
+        return self.add("begin-rows", (*index[:-1], number), begin, self.chunks(self.of_rows, index), known)
 
     def tile(self, index: Index, rows: Key, columns: Key) -> Key:
         tile = partial(tasks.backward_tile, self.plan.call, self.place(index), self.of_tiles)
@@ -211,10 +205,12 @@ class Backward(Pass):
         return key
 
     def end_rows(self, index: Index, strips: list[Key]) -> None:
-        self.row_ends[index] = self.add("end-rows", index[:-1], tasks.end_backward, strips)
+        end = partial(tasks.end_backward, self.plan.call)
+        self.row_ends[index] = self.add("end-rows", index[:-1], end, strips, self.sinks(index))
 
     def end_columns(self, index: Index, strips: list[Key]) -> None:
-        self.column_ends[index] = self.add("end-columns", (*index[:-2], index[-1]), tasks.end_backward, strips)
+        end = partial(tasks.end_backward, self.plan.call)
+        self.column_ends[index] = self.add("end-columns", (*index[:-2], index[-1]), end, strips, None)
 
     def gradient(self, name: str) -> DaskArray | None:
         """In the shape and dtype of the input; None where it was not given."""

@@ -39,8 +39,8 @@ class Place(NamedTuple):
     column: int
 
 
-class Rows(NamedTuple):
-    """What a backward knows of a chunk of queries from the forward, over all keys."""
+class Known(NamedTuple):
+    """What a backward knows of a chunk of queries: this is over all keys, wherever they are."""
 
     grad_output: Array | None  # as it was given
     sees: Array  # (B…, Hq, L): True where a query sees a key
@@ -52,7 +52,7 @@ class Strip(NamedTuple):
 
     arrays: Arrays  # by the names of the public call
     sums: Any = None  # of queries, forward: Partial; backward: gradients by name
-    rows: Rows | None = None  # of queries, backward
+    known: Any = None  # Known, of queries, backward
 
 
 def resolved(call: Call, place: Place, arrays: Arrays) -> tuple[Inputs, Options]:
@@ -90,12 +90,12 @@ def begin(names: list[str], arrays: list[Array]) -> Strip:
 
 
 def _passed(strip: Strip, sums: Any) -> Strip:
-    """The strip after a tile. What came from another worker is a view of the whole message: with a copy, that may go."""
-    rows = strip.rows
-    if rows is not None:
-        grad_output = None if rows.grad_output is None else owned(rows.grad_output)
-        rows = Rows(grad_output, owned(rows.sees), RowStatistics(*map(owned, rows.statistics)))
-    return Strip({name: owned(array) for name, array in strip.arrays.items()}, sums, rows)
+    """The strip after a tile. What came from another worker is a view of a message: that may go, if copies are kept."""
+    known = strip.known
+    if known is not None:
+        grad_output = None if known.grad_output is None else owned(known.grad_output)
+        known = Known(grad_output, owned(known.sees), RowStatistics(*map(owned, known.statistics)))
+    return Strip({name: owned(array) for name, array in strip.arrays.items()}, sums, known)
 
 
 # Forward: a strip of queries collects the running softmax, a strip of keys is only read
@@ -155,19 +155,14 @@ def _nothing(xp: Namespace, call: Call, shape: tuple[int, ...]) -> Partial:
     return Partial(xp.zeros((*shape, call.value_size), dtype=dtype), row_sum, row_shift)
 
 
-# Backward: a strip collects the gradients of what it carries, one of queries also those of scale, softcap and sinks
+# Backward: a strip collects the gradients of what it carries, one of queries also those of scale and softcap
 
 
 def begin_rows_backward(
-    call: Call,
-    names: list[str],
-    known_names: list[str],
-    arrays: list[Array],
-    known_rows: list[Array],
-    sinks: Array | None,
+    call: Call, names: list[str], known_names: list[str], arrays: list[Array], known_arrays: list[Array]
 ) -> Strip:
-    """`known_rows`: the results of `end_rows`, grad_output and grad_lse. So D and the statistics are of whole rows."""
-    strip, known = begin(names, arrays), dict(zip(known_names, known_rows, strict=True))
+    """`known_arrays`: the results of `end_rows`, grad_output and grad_lse: all statistics are of whole rows."""
+    strip, known = begin(names, arrays), dict(zip(known_names, known_arrays, strict=True))
     xp, grad_output = _module_of(strip), known.get("grad_output")
     with computing(xp, strip.arrays["query"]):
         row_term = xp.zeros_like(known["lse"])
@@ -177,20 +172,12 @@ def begin_rows_backward(
             reaching = _reaching(xp, call, grad_output, known["sees"])
             row_term = row_term + xp.sum(reaching * known["output"], axis=-1)
         statistics = RowStatistics(known["row_shift"], known["row_sum"], row_term)
-        sums = {} if sinks is None else {"sinks": _sinks_backward(xp, sinks, statistics)}
-    return strip._replace(sums=sums, rows=Rows(grad_output, known["sees"], statistics))
+    return strip._replace(known=Known(grad_output, known["sees"], statistics))
 
 
 def _reaching(xp: Namespace, call: Call, grad_output: Array, sees: Array) -> Array:
     """In the compute dtype, 0 in rows that see nothing: there it reaches nothing, whatever it is."""
     return xp.where(sees[..., None], astype(grad_output, call.compute_dtype), 0)
-
-
-def _sinks_backward(xp: Namespace, sinks: Array, statistics: RowStatistics) -> Array:
-    """g_sink = −p_sink (D − g_lse), summed over rows."""
-    row_shift, row_sum, row_term = (array[..., None] for array in statistics)
-    sink_weight = steps.sink_weight(xp, astype(sinks, row_sum.dtype), row_shift, row_sum)
-    return sum_to_shape(xp, -xp.sum(sink_weight * row_term, axis=(-2, -1)), sinks.shape)
 
 
 def backward_tile(
@@ -207,26 +194,52 @@ def backward_tile(
     inputs, options = resolved(call, place, rows.arrays | columns.arrays | tile)
     xp = options.xp
     with computing(xp, options.like):
-        grad_output, sees, statistics = rows.rows
+        grad_output, sees, statistics = rows.known
         if grad_output is None:
             grad_output = xp.zeros((*sees.shape, call.value_size), dtype=call.compute_dtype)
-        gradients = blockwise.backward_from_rows(
-            inputs, options, _reaching(xp, call, grad_output, sees), statistics
-        )._asdict()
-
-        def of(arrays: Iterable[str]) -> Arrays:
-            return {name: gradients[name] for name in arrays if gradients.get(name) is not None}
-
-        def shaped(arrays: Arrays) -> Arrays:
-            ...
-    return None
+        grad_output = _reaching(xp, call, grad_output, sees)
+        gradients = blockwise.backward_from_rows(inputs, options, grad_output, statistics)._asdict()
+        if "bias" in tile:
+            of_tile = sum_to_shape(xp, gradients["bias"], tile["bias"].shape)
+            grad_bias = of_tile if grad_bias is None else grad_bias + of_tile
+        return _added(xp, call, rows, gradients), _added(xp, call, columns, gradients), grad_bias
 
 
-def end_backward(strips: list[Strip]) -> Arrays:
-    """The gradients that strips of the same rows, or of the same columns, have collected."""
+def _added(xp: Namespace, call: Call, strip: Strip, gradients: Arrays) -> Strip:
+    """The strip after the tile that has made these gradients."""
+    sums = {name: sum_to_shape(xp, gradients[name], shape) for name, shape in _summed(call, strip).items()}
+    if strip.sums is not None:
+        sums = {name: strip.sums[name] + array for name, array in sums.items()}
+    return _passed(strip, sums)
 
 
-# Small things
+def _summed(call: Call, strip: Strip) -> dict[str, tuple[int, ...]]:
+    """The gradients that a strip collects in its tiles, and their shapes."""
+    differentiable = ("query", "key", "value", "bias", "alibi_slopes")
+    shapes = {name: strip.arrays[name].shape for name in differentiable if name in strip.arrays}
+    if strip.known is not None:
+        has_softcap = "softcap" in strip.arrays or "softcap" in call.options
+        shapes |= {"scale": (), "softcap": ()} if has_softcap else {"scale": ()}
+    return shapes
+
+
+def end_backward(call: Call, strips: list[Strip], sinks: Array | None) -> Arrays:
+    """The gradients that strips of the same rows or columns have collected, and that of the sinks of whole rows."""
+    xp, first = _module_of(strips[0]), strips[0]
+    with computing(xp, next(iter(first.arrays.values()))):
+        gradients = {name: xp.zeros(shape, dtype=call.compute_dtype) for name, shape in _summed(call, first).items()}
+        for sums in (strip.sums for strip in strips if strip.sums is not None):
+            gradients = {name: gradient + sums[name] for name, gradient in gradients.items()}
+        if sinks is not None:
+            gradients["sinks"] = _sinks_backward(xp, sinks, first.known.statistics)
+    return gradients
+
+
+def _sinks_backward(xp: Namespace, sinks: Array, statistics: RowStatistics) -> Array:
+    """g_sink = −p_sink (D − g_lse), summed over rows."""
+    row_shift, row_sum, row_term = (array[..., None] for array in statistics)
+    sink_weight = steps.sink_weight(xp, astype(sinks, row_sum.dtype), row_shift, row_sum)
+    return sum_to_shape(xp, -xp.sum(sink_weight * row_term, axis=(-2, -1)), sinks.shape)
 
 
 def part_of(results: Arrays, name: str, summed_axes: int) -> Array:
@@ -237,7 +250,8 @@ def part_of(results: Arrays, name: str, summed_axes: int) -> Array:
 
 def zeros(call: Call, like: Array) -> Array:
     xp = array_namespace({"like": like})
-    return xp.zeros(like.shape, dtype=call.compute_dtype)
+    with computing(xp, like):
+        return xp.zeros(like.shape, dtype=call.compute_dtype)
 
 
 def _module_of(strip: Strip) -> Namespace:
