@@ -372,10 +372,7 @@ class _Door:
             xp, one = self.xp, mask == 1
             self.checks.require(
                 xp.all(one | (mask == 0)) & xp.any(one),
-                lambda: (
-                    "mask must be bool or integer (True = may attend); this float mask looks additive: numbers "
-                    f"added to the scores go into bias=; its entries span {xp.min(mask)} … {xp.max(mask)}"
-                ),
+                lambda: looks_additive(xp.min(mask), xp.max(mask)),
             )
         plane = self.to_plane("mask", mask)
         return plane if kind == "b" else plane != 0
@@ -594,6 +591,13 @@ def _wants_complex(compute_dtype: DType | None) -> bool:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def looks_additive(least: Any, most: Any) -> str:
+    return (
+        "mask must be bool or integer (True = may attend); this float mask looks additive: numbers "
+        f"added to the scores go into bias=; its entries span {least} … {most}"
+    )
 
 
 def _out_of_range(name: str, high: int | None, bound: str, least: Any, most: Any) -> str:
