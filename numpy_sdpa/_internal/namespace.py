@@ -129,6 +129,14 @@ def operand(xp: Namespace, array: Array, dtype: DType) -> Array:
     return xp.asarray(array, dtype=dtype, order="C") if is_cupy(xp) else astype(array, dtype)
 
 
+def overwrite(xp: Namespace, function: Callable[..., Array], array: Array, *operands: Array) -> Array:
+    """function(array, *operands), written over `array` where the module can: for arrays that nobody else will read.
+
+    New memory comes from the operating system in pages that it clears first, which costs as much as the arithmetic.
+    """
+    return function(array, *operands, out=array) if xp is np or is_cupy(xp) else function(array, *operands)
+
+
 def owned(array: Array) -> Array:
     """The array, or a copy where it is a view of another one."""
     return array if getattr(array, "base", None) is None else array.copy()
