@@ -15,13 +15,9 @@ from numpy_sdpa.kernelcheck import check_kernel
 DIFFERENCES = {"torch": (), "jax": ("empty_rows",), "onnx": ("causal", "key_lengths")}
 
 FEATURES = {
-    "torch": "mask head_mask bias broadcast_bias causal scale gqa empty_rows value_size odd_sizes one_query".split(),
-    "jax": (
-        "mask head_mask bias broadcast_bias causal window query_lengths key_lengths scale gqa empty_rows odd_sizes one_query"
-    ).split(),
-    "onnx": (
-        "mask head_mask bias broadcast_bias causal window key_lengths scale softcap gqa empty_rows value_size odd_sizes"
-    ).split(),
+    "torch": ["mask", "head_mask", "bias", "broadcast_bias", "causal", "scale", "gqa", "empty_rows", "value_size", "odd_sizes", "one_query"],
+    "jax": ["mask", "head_mask", "bias", "broadcast_bias", "causal", "window", "query_lengths", "key_lengths", "scale", "gqa", "empty_rows", "odd_sizes", "one_query"],
+    "onnx": ["mask", "head_mask", "bias", "broadcast_bias", "causal", "window", "key_lengths", "scale", "softcap", "gqa", "empty_rows", "value_size", "odd_sizes"],
 }
 
 

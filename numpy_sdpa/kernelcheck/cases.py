@@ -68,7 +68,7 @@ _SIZES: dict[str, Callable[[Sizes], Sizes]] = {
     "batch_equals_heads": lambda n: replace(n, B=n.Hq),
     "heads_equal_keys": lambda n: replace(n, S=n.Hq),
     "value_size": lambda n: replace(n, Ev=n.Ev // 2 or 1),
-    "odd_sizes": lambda n: replace(n, L=n.L - 11, S=n.S - 27, E=n.E - 3, Ev=n.Ev - 3),
+    "odd_sizes": lambda n: replace(n, L=_odd(n.L), S=_odd(n.S), E=_odd(n.E), Ev=_odd(n.Ev)),
     "one_query": lambda n: replace(n, L=1),
 }
 
@@ -238,10 +238,15 @@ def _inputs(
     return arrays, options
 
 
+def _odd(size: int) -> int:
+    return 3 * size // 4 | 1
+
+
 def _lengths(rng: np.random.Generator, batch: int, length: int) -> Array:
-    """One whole, the others at least half."""
-    lengths = rng.integers(-(-length // 2), length + 1, batch)
-    lengths[-1] = length
+    """Half or more of the length, and, where there are several, one whole."""
+    lengths = rng.integers(-(-length // 2), max(length, -(-length // 2) + 1), batch)
+    if batch > 1:
+        lengths[-1] = length
     return lengths
 
 

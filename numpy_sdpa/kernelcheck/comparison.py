@@ -10,9 +10,9 @@ import numpy as np
 from numpy_sdpa.kernelcheck.diagnosis import diagnose
 from numpy_sdpa.kernelcheck.dump import Dump, DumpError, load
 from numpy_sdpa.kernelcheck.gold import Gold
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results
 from numpy_sdpa.kernelcheck.pictures import Picture, drawn
 from numpy_sdpa.kernelcheck.problem import RESULTS, Problem
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Results
 from numpy_sdpa.kernelcheck.report import ArrayReport, Judged, KernelReport, judge
 from numpy_sdpa.kernelcheck.tolerance import frobenius_bound, sensitivity
 from numpy_sdpa.kernelcheck.tolerance import tolerance as elementwise_tolerance

@@ -12,8 +12,8 @@ import numpy as np
 
 from numpy_sdpa.kernelcheck.gold import Gold
 from numpy_sdpa.kernelcheck.half_sums import explained_by_half_sums
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Mistake
 from numpy_sdpa.kernelcheck.problem import FORWARD, GRADIENTS, Array
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Mistake
 from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS, Diagnosis
 from numpy_sdpa.kernelcheck.sample import Key, Sample, Strips, Whole
 

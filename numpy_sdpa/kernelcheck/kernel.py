@@ -15,7 +15,7 @@ import numpy as np
 from numpy_sdpa import chain, steps
 from numpy_sdpa.chain import Differentiable, View
 from numpy_sdpa.kernelcheck.problem import Array, Problem
-from numpy_sdpa.visibility import Tile, visible_in
+from numpy_sdpa.visibility import Tile
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,50 +19,8 @@ from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.chain import Differentiable, View
 from numpy_sdpa.kernelcheck import kernel as right
 from numpy_sdpa.kernelcheck.kernel import RIGHT, Change, Forward, Kernel
-from numpy_sdpa.kernelcheck.problem import INPUTS, Array, Problem
-
-Changes = Callable[[Problem], Iterator[Change]]
-Rewritten = Callable[["Results", str], Iterator[tuple[str, Array]]]
-
-
-class Results(NamedTuple):
-    """What a kernel gives for a whole problem, right or with a forward mistake in it."""
-
-    problem: Problem
-    arrays: dict[str, Array]  # by result name, in the contract's shapes
-    # an input's gradient before any sum over what was repeated (`Problem.full_shape`); None where that is not at hand
-    unsummed: Callable[[str], Array] | None
-
-
-@dataclass
-class Mistake:
-    id: str
-    remedy: str
-    is_backward: bool  # in the backward pass only
-    changes: Changes | None = None
-    rewritten: Rewritten | None = None
-
-
-MISTAKES: dict[str, Mistake] = {}  # in this file's order, which also orders ties
-
-
-def _add(mistake_id: str, remedy: str, is_backward: bool, **functions: Any) -> None:
-    mistake = MISTAKES.setdefault(mistake_id, Mistake(mistake_id, remedy, is_backward))
-    for name, function in functions.items():
-        setattr(mistake, name, function)
-
-
-def forward(mistake_id: str, remedy: str) -> Callable[[Changes], None]:
-    return lambda changes: _add(mistake_id, remedy, False, changes=changes)
-
-
-def backward(mistake_id: str, remedy: str) -> Callable[[Changes], None]:
-    return lambda changes: _add(mistake_id, remedy, True, changes=changes)
-
-
-def rewritten(mistake_id: str, remedy: str, *, is_backward: bool = True) -> Callable[[Rewritten], None]:
-    return lambda function: _add(mistake_id, remedy, is_backward, rewritten=function)
-
+from numpy_sdpa.kernelcheck.problem import FILL, INPUTS, Array, Problem
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Results, backward, forward, rewritten
 
 # ------------------------------------------------------------------------------------------------------------------
 # Scale
@@ -185,47 +143,43 @@ def _(problem: Problem) -> Iterator[Change]:
 
 
 def _empty(kernel: Kernel) -> Array:
-    """The rows that the right kernel sees nothing from; broadcasts to (…, rows, 1)."""
-    return ~Kernel(kernel.problem, part=kernel.part).sees
+    """The rows that see nothing, before the view is changed; broadcasts to (…, rows, 1)."""
+    return ~Kernel(kernel.problem, replace(kernel.change, view=None), kernel.part).sees
 
 
 @forward("fully-masked-mean", "a query that sees no key has output 0 and lse −∞; a finite fill makes it a mean of values")
 def _(problem: Problem) -> Iterator[Change]:
-    every_mask = dict.fromkeys(("mask", "query_lengths", "key_lengths", "query_segments", "key_segments"))
+    masks = dict.fromkeys(("mask", "query_lengths", "key_lengths", "query_segments", "key_segments"))
 
     def seeing(options: dict[str, Any]) -> Callable[[Kernel, View], View]:
+        """Rows that see nothing see all that `options` leave."""
+
         def view_of(kernel: Kernel, view: View) -> View:
+            if view.visible is None:
+                return view
             unmasked = Kernel(kernel.problem, Change(inputs={"bias": None}, options=options), kernel.part).view.visible
-            return view if view.visible is None else view._replace(
-                visible=view.visible | (_empty(kernel) & (True if unmasked is None else unmasked))
-            )
+            return view._replace(visible=view.visible | (_empty(kernel) & (True if unmasked is None else unmasked)))
+
         return view_of
 
-    def lse_given(kernel: Kernel, softmax: steps.Softmax) -> steps.Softmax:
-        """Any finite fill will do: where the kernel gave an lse, its own fill."""
-        given = problem.given.get("lse")
-        if given is None or given.shape != problem.plane[:-1]:
-            return softmax
-        given = given[..., kernel.part.heads, :][..., kernel.part.row_indices()][..., None]
-        is_fill = _empty(kernel) & np.isfinite(given) & (given < -1e3)  # no mask is filled with less
-        return softmax._replace(lse=np.where(is_fill, given, softmax.lse))
+    def filled(kernel: Kernel) -> chain.Logits:
+        stages = right.logits(kernel)
+        return stages._replace(logits=np.where(_empty(kernel) & np.isfinite(stages.logits), FILL, stages.logits))
 
-    def replaced(kernel: Kernel, logits: Array) -> steps.Softmax:
-        return lse_given(kernel, right.softmax(kernel, np.where(_empty(kernel) & np.isfinite(logits), -1e9, logits)))
-
-    def added(kernel: Kernel, logits: Array) -> steps.Softmax:
-        return lse_given(kernel, right.softmax(kernel, np.where(_empty(kernel), logits - 1e9, logits)))
+    def added(kernel: Kernel) -> chain.Logits:
+        stages = right.logits(kernel)
+        return stages._replace(logits=np.where(_empty(kernel), stages.logits + FILL, stages.logits))
 
     def stopped(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
         return right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
 
-    if np.all(problem.sees):
+    if np.all(problem.sees) and problem.system.empty_rows == "zero":
         return
-    for keys, options in (("all keys", every_mask | {"is_causal": False, "window": (None, None)}), ("band", every_mask)):
+    for keys, options in (("all keys", masks | {"is_causal": False, "window": (None, None)}), ("band", masks)):
         view = seeing(options)
-        yield Change(f"{keys}, filled", view=view, steps={"softmax": replaced, "logits_backward": stopped})
-        yield Change(f"{keys}, filled, gradient flowing", view=view, steps={"softmax": replaced})
-        yield Change(f"{keys}, fill added", view=view, steps={"softmax": added})
+        yield Change(f"{keys}, filled", view=view, steps={"logits": filled, "logits_backward": stopped})
+        yield Change(f"{keys}, filled, gradient flowing", view=view, steps={"logits": filled})
+        yield Change(f"{keys}, fill added", view=view, steps={"logits": added})
 
 
 @forward("fully-masked-nan", "a query that sees no key has output 0 and lse −∞: guard the division by its sum of 0")

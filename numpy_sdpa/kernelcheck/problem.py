@@ -23,6 +23,10 @@ FORWARD = ("output", "lse", "weights")
 GRADIENTS = tuple(f"grad_{name}" for name in INPUTS)
 RESULTS = FORWARD + GRADIENTS
 
+# What a masked logit is filled with by a mistake: below all logits, and a float64 of its size still holds an lse's digits.
+FILL = -1e9
+LARGEST_FILL = -1e3  # no kernel fills with a larger number
+
 _TILE = 2**22  # elements of the plane whose visibility is looked at together
 
 
@@ -95,11 +99,14 @@ class Problem:
         return sees
 
     def lse_of_system(self, lse: Array, given: Array | None, rows: Array | slice = slice(None)) -> Array:
-        """lse of some rows, with what the kernel's system gives where nothing is visible: where that is anything, `given`."""
-        of_empty_rows: Array | float | None = self.system.lse_of_empty_rows
-        if of_empty_rows is None:
-            of_empty_rows = given if given is not None and given.shape == lse.shape else -np.inf
+        """lse of some rows, with what the kernel's system gives where nothing is visible: where that is anything, `given`.
+
+        Any finite fill is as good as ours: where an lse comes from that, it becomes the given one if that comes from a fill.
+        """
+        given = given if given is not None and given.shape == lse.shape else lse
+        of_empty_rows = given if self.system.lse_of_empty_rows is None else self.system.lse_of_empty_rows
         lse = np.where(lse == -np.inf, of_empty_rows, lse)
+        lse = np.where((lse < FILL / 2) & (given < LARGEST_FILL) & np.isfinite(given), given, lse)
         return lse if self.outside is None else np.where(self.outside[..., rows], -np.inf, lse)
 
     def has_gradients(self) -> bool:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES
 from numpy_sdpa.kernelcheck.pictures import Picture, draw
 from numpy_sdpa.kernelcheck.problem import Array
+from numpy_sdpa.kernelcheck.registry import MISTAKES
 
 # Errors above this share of an array are what anyone would call wrong; an array whose precision cannot tell them gets a note.
 # 1e-3 for float32; a half type has an eps of its own: 16 of them.

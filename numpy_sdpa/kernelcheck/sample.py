@@ -13,8 +13,9 @@ import numpy as np
 
 from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.kernelcheck.kernel import Change, Forward, Kernel, Part, Statistics
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results, right_change
+from numpy_sdpa.kernelcheck.mistakes import right_change
 from numpy_sdpa.kernelcheck.problem import FORWARD, Array, Problem, batch_element
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Results
 
 ROWS = 64  # query rows (and key columns) of a sample of a long problem
 _HEADS = 4  # query heads of its rows
