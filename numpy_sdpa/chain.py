@@ -7,7 +7,7 @@ and nowhere else; each ``…_backward`` undoes the lines of its forward in rever
 from typing import Any, NamedTuple
 
 from numpy_sdpa import steps
-from numpy_sdpa._internal.namespace import Array, Namespace, astype, owned
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, operand, owned
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile, sum_to_shape
 from numpy_sdpa.dropout import kept_in
@@ -46,10 +46,12 @@ class Logits(NamedTuple):
 
 def operands_of(arrays: Any, options: Options) -> Differentiable:
     """The differentiable attributes of `arrays` in the compute dtype, query with the plane's batch axes and heads."""
-    named = {name: getattr(arrays, name) for name in Differentiable._fields}
-    operands = Differentiable(
-        **{name: None if array is None else astype(array, options.compute_dtype) for name, array in named.items()}
-    )
+
+    def of(name: str) -> Array | None:
+        array = getattr(arrays, name)
+        return None if array is None else operand(options.xp, array, options.compute_dtype)
+
+    operands = Differentiable(**{name: of(name) for name in Differentiable._fields})
     shape = (*options.plane[:-1], operands.query.shape[-1])
     if operands.query.shape == shape:
         return operands
@@ -58,10 +60,15 @@ def operands_of(arrays: Any, options: Options) -> Differentiable:
 
 def view_of(options: Options, tile: Tile, bias: Array | None, has_alibi: bool) -> View:
     """What holds in `tile`; `bias` is the tile's part of the bias."""
+    return view_with(options, tile, visible_in(options, tile, bias), has_alibi)
+
+
+def view_with(options: Options, tile: Tile, visible: Array | None, has_alibi: bool) -> View:
+    """What holds in `tile`, where it is known already what is visible there."""
     return View(
         xp=options.xp,
         group=options.group,
-        visible=visible_in(options, tile, bias),
+        visible=visible,
         distance=astype(alibi_distance(options, tile), options.compute_dtype) if has_alibi else None,
         kept=kept_in(options, tile),
         dropout_p=options.dropout.p if options.dropout else 0.0,
@@ -232,6 +239,11 @@ def rows_that_see(xp: Namespace, array: Array, visible: Array | None) -> Array:
     if visible is None:
         return array
     return xp.where(xp.any(visible, axis=-1, keepdims=True), array, 0)
+
+
+def over_rows(xp: Namespace, grad_sinks: Array | None) -> Array | None:
+    """(…, Hq, L, 1) → (…, Hq): every row of a head has the same sink."""
+    return None if grad_sinks is None else xp.sum(grad_sinks, axis=(-2, -1))
 
 
 def like_inputs(gradients: Differentiable, arrays: Any, options: Options) -> Differentiable:

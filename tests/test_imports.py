@@ -21,9 +21,11 @@ FLOORS = [
     ["dropout", "residuals"],
     ["steps"],
     ["chain"],
-    ["dense"],
+    ["merge", "dense", "blockwise"],
     ["attention", "heads"],
-    ["jacobians", "verify", "why_scale"],
+    ["jacobians", "varlen", "verify", "why_scale", "benchmark", "distributed"],
+    ["kernelcheck"],
+    ["why_scale_figure"],
     ["__init__"],
     ["cli", "__main__"],
 ]

@@ -41,7 +41,7 @@ class Precision(NamedTuple):
     half: float  # relative variance of one rounding to a half type; 0 without one
     half_eps: float  # relative distance of two numbers of the half type; 0 without one
     underflow: float  # variance of a number near 0: what flushing or gradual underflow costs
-    vanished: float  # stored numbers below this may become 0 though they matter; 0 where none do
+    vanished: float  # numbers below this may become 0
     vanishing: float  # terms of a sum of 1 below this are, or may be, lost from it
     factor: float  # of σ: the elementwise bound
     frobenius_factor: float  # of ‖σ‖
@@ -58,11 +58,10 @@ def precision_of(dtype: str) -> Precision:
         rounding *= math.sqrt(2)  # the golden results come from float64 too and are as far off
     if storage is arithmetic:
         underflow = arithmetic.smallest_normal
-        return Precision(rounding, 0.0, 0.0, (underflow / rounding) ** 2, 0.0, arithmetic.eps, 8.0, 1.5)
+        return Precision(rounding, 0.0, 0.0, (underflow / rounding) ** 2, underflow, arithmetic.eps, 8.0, 1.5)
     half = (storage.eps * _UNIFORM / rounding) ** 2
     underflow = max(arithmetic.smallest_normal, storage.spacing)
-    vanished = storage.spacing if dtype == "float16" else 0.0  # 6e-8: weights and gradients are as small as that
-    return Precision(rounding, half, storage.eps, (underflow / rounding) ** 2, vanished, arithmetic.eps, 12.0, 3.0)
+    return Precision(rounding, half, storage.eps, (underflow / rounding) ** 2, underflow, arithmetic.eps, 12.0, 3.0)
 
 
 def half_unit(array: np.ndarray, dtype: str) -> np.ndarray:

@@ -11,9 +11,20 @@ import numpy as np
 
 from numpy_sdpa import chain, steps
 from numpy_sdpa._internal.namespace import Array
+from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile
 from numpy_sdpa.chain import Differentiable, View
-from numpy_sdpa.kernelcheck.precision import FORMATS, Precision
+from numpy_sdpa.kernelcheck.precision import Precision
+from numpy_sdpa.kernelcheck.sums import (
+    RunningSum,
+    drift,
+    like_counts,
+    log_spread,
+    parts_of,
+    stored_alike,
+    sum_variance,
+    summed_in_parts,
+)
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
 from numpy_sdpa.visibility import Tile, key_positions, query_positions
 
@@ -21,24 +32,17 @@ from numpy_sdpa.visibility import Tile, key_positions, query_positions
 FUNCTION_VARIANCE = 4 * 12.0
 
 
-def sum_variance(total: Array, squares: Array, count: Array | float) -> Array:
-    """Of a sum of `count` products, one by one in any order: n (total²/3 + Σx²/6), and Σx² for the products themselves.
-
-    `total` is the sum, `squares` the sum of the squared terms. Blocks and pairs cost less.
-    """
-    return count * total**2 / 3 + (count / 6 + 1) * squares
-
-
 class Problem(NamedTuple):
     """The chain's inputs without non-finite entries, and what the forward pass gave."""
 
+    options: Options
     operands: Differentiable  # query with the plane's batch axes and heads, not scaled
     masking_bias: Array | None  # the bias with its −∞, at least 2-D
     has_sink: Array | None  # (…, Hq): False where a sink is −∞ (no sink) or +∞ (exact)
     output: Array  # (B…, Hq, L, Ev)
     lse: Array  # (B…, Hq, L, 1); 0 where −∞
-    grad_output: Array | None  # (B…, Hq, L, Ev)
-    grad_lse: Array | None  # (B…, Hq, L, 1)
+    grad_output: Array  # (B…, Hq, L, Ev)
+    grad_lse: Array  # (B…, Hq, L, 1)
     grad_weights: Array | None  # (B…, Hq, L, S)
 
 
@@ -48,40 +52,47 @@ def finite(array: Array) -> Array:
 
 
 def problem_of(residuals: SDPAResiduals, upstream: Upstream | None) -> Problem:
-    operands = chain.operands_of(residuals, residuals.options)
+    options = residuals.options
+    operands = chain.operands_of(residuals, options)
     clean = Differentiable(*(None if array is None else finite(array) for array in operands))
-    upstream = Upstream(None, None, None) if upstream is None else upstream
-    flowing = Upstream(*(None if array is None else finite(array) for array in upstream))
-    lse = finite(residuals.lse)[..., None]
+    flowing = Upstream(None, None, None) if upstream is None else upstream
+    output, lse = finite(residuals.output), finite(residuals.lse)[..., None]
+    grad_lse = np.zeros_like(lse) if flowing.lse is None else finite(flowing.lse)[..., None]
     return Problem(
+        options=options,
         operands=clean,
         masking_bias=None if operands.bias is None else np.atleast_2d(operands.bias),
         has_sink=None if operands.sinks is None else np.isfinite(operands.sinks),
-        output=finite(residuals.output),
+        output=output,
         lse=lse,
-        grad_output=flowing.output,
-        grad_lse=None if flowing.lse is None else np.where(np.isfinite(residuals.lse), flowing.lse, 0.0)[..., None],
-        grad_weights=flowing.weights,
+        grad_output=np.zeros_like(output) if flowing.output is None else finite(flowing.output),
+        grad_lse=np.where(np.isfinite(residuals.lse)[..., None], grad_lse, 0.0),
+        grad_weights=None if flowing.weights is None else finite(flowing.weights),
     )
 
 
-# Forward: logits → softmax → output
+# ------------------------------------------------------------------------------------------------------------------
+# Forward: scores → logits → softmax → output
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Logits(NamedTuple):
     values: Array
+    capped_scores: Array
     variance: Array
+    shared: Array  # the part of the variance that a row's keys may share: the scaled query's, the scale's
     cap_slope: Array | None  # d = ∂ capped / ∂ scores; None without softcap
     cap_slope_variance: Array | None
 
 
-def logits(operands: Differentiable, view: View, options: object, rows: slice) -> Logits:
+def logits(operands: Differentiable, view: View, options: Options, rows: slice, precision: Precision) -> Logits:
     """`operands` of the tile's rows. Hidden positions are computed like the others: their weight is 0."""
     stages = chain.logits_forward(operands, view._replace(visible=None))
     scaled = operands.scale * operands.query
     squares = steps.inner_products(np, scaled**2, operands.key**2, view.group)
-    # scaling the query, or the sum by a rounded scale or scale · log₂e
-    variance = sum_variance(stages.scores, squares, scaled.shape[-1]) + squares + 2 * stages.scores**2
+    # scaling the query; or the product by a rounded scale, or scale · log₂e
+    shared = squares + 2 * stages.scores**2
+    variance = sum_variance(stages.scores, squares, scaled.shape[-1], precision) + shared
     slope = slope_variance = None
     if operands.softcap is not None:
         u = stages.scores / operands.softcap
@@ -90,146 +101,111 @@ def logits(operands: Differentiable, view: View, options: object, rows: slice) -
         slope = 1 - t**2
         slope_variance = 4 * t**2 * (FUNCTION_VARIANCE * t**2 + slope**2 * u_variance) + t**4 + slope**2
         variance = operands.softcap**2 * slope**2 * u_variance + (FUNCTION_VARIANCE + 1) * stages.capped_scores**2
-    if operands.alibi_slopes is not None:
+        shared = slope**2 * shared
+    if view.distance is not None:
         # slope · j alone is as right as slope · |p(i) − j| where only earlier keys are seen: it shifts the row
-        reach = np.maximum(
-            np.abs(query_positions(options, rows)), key_positions(options, slice(0, view.distance.shape[-1]))
-        )
-        variance = variance + 2 * (operands.alibi_slopes[..., None, None] * reach) ** 2
-    if operands.alibi_slopes is not None or operands.bias is not None:
+        positions = np.abs(query_positions(options, rows)), key_positions(options, slice(0, options.key_length))
+        variance = variance + 2 * (operands.alibi_slopes[..., None, None] * np.maximum(*positions)) ** 2
+    if view.distance is not None or operands.bias is not None:
         variance = variance + stages.logits**2
-    return Logits(stages.logits, variance, slope, slope_variance)
+    return Logits(stages.logits, stages.capped_scores, variance, shared, slope, slope_variance)
 
 
-def exponential_variance(shifted: Array, logit: Array, logit_variance: Array) -> Array:
+def exponential_variance(shifted: Array, logit: Array, logit_variance: Array | float) -> Array:
     """Relative, of exp(logit − shift): the logit's own, the subtraction's or that inside exp2, exp's."""
     return logit_variance + logit**2 + shifted**2 + FUNCTION_VARIANCE
 
 
+class Sink(NamedTuple):
+    weight: Array  # 0 without one, (…, rows, 1)
+    exponential: Array  # relative variance of its exponential
+
+
 class Forward(NamedTuple):
+    """One tile's weights, and where their errors come from. A row's array is (…, rows, 1)."""
+
     view: View
     query: Array  # scaled
-    count: Array  # terms of a row's sums, (…, rows, 1)
+    count: Array  # terms of a row's sums
     weights: Array
+    log_weights: Array
     dropped: Array  # weights after dropout
-    tail: Array  # the part of `dropped` that a sum may lose
-    exponential: Array  # relative variance of each exponential, each its own
-    like_keys: Array  # how many keys give the same logits, and so the same errors, as this one, (…, 1, S)
-    like_rows: Array  # how many queries do, (…, rows, 1)
-    spread: Array  # variance of the row's log weights under its weights, (…, rows, 1)
-    alike: Array  # relative variance of the row's sums from roundings that like weights share, (…, rows, 1)
-    row_sum: Array  # relative variance of the row's sum from its additions, (…, rows, 1)
-    lse: Array  # variance, (…, rows, 1)
-    sink_weight: Array | None
-    sink_exponential: Array | None
+    tail: Array  # the part of `dropped` that a sum may lose, in units of a rounding
+    partial_output: Array  # mean square of the output's partial sums, (…, rows, Ev)
+    exponential: Array  # relative variance of each exponential
+    like_keys: Array  # how many keys have the same scores, and so the same errors, as this one, (…, 1, S)
+    like_rows: Array  # how many queries have
+    together: Array  # relative variance of a row's sums from what its terms share
+    lse: Array  # variance
+    sink: Sink
     cap_slope: Array | None
     cap_slope_variance: Array | None
 
 
-def forward(problem: Problem, residuals: SDPAResiduals, rows: slice, precision: Precision) -> Forward:
-    """One tile's weights and where their errors come from."""
-    options = residuals.options
+def forward(problem: Problem, rows: slice, precision: Precision) -> Forward:
+    options, operands = problem.options, problem.operands
     tile = Tile(rows, slice(0, options.key_length))
-    operands = problem.operands
     masking_bias = bias = None
     if problem.masking_bias is not None:
         masking_bias = slice_tile(problem.masking_bias, tile.rows, tile.columns)
         bias = finite(masking_bias)
     view = chain.view_of(options, tile, masking_bias, operands.alibi_slopes is not None)
     operands = operands._replace(query=operands.query[..., rows, :], bias=bias)
-    z = logits(operands, view, options, rows)
+    z = logits(operands, view, options, rows, precision)
     lse = problem.lse[..., rows, :]
     visible = np.broadcast_to(True if view.visible is None else view.visible, z.values.shape)
-    weights = np.where(visible, np.exp(np.minimum(z.values - lse, 0)), 0.0)
-    exponential = np.where(visible, exponential_variance(z.values - lse, z.values, z.variance), 0.0)
-    sink_weight = sink_exponential = None
-    if operands.sinks is not None:
-        sinks = operands.sinks[..., None, None]
-        sink_weight = np.where(problem.has_sink[..., None, None], np.exp(np.minimum(sinks - lse, 0)), 0.0)
-        sink_exponential = exponential_variance(sinks - lse, sinks, 0.0)
+    log_weights = z.values - lse
+    weights = np.where(visible, np.exp(np.minimum(log_weights, 0)), 0.0)
+    exponential = np.where(visible, exponential_variance(log_weights, z.values, z.variance), 0.0)
+    like_rows, like_keys = like_counts(z.capped_scores, options.query_length)
     count = np.sum(visible, axis=-1, keepdims=True) + 1.0  # the sink, or the last block
-    like_rows, like_keys = _like_counts(z.values, options.query_length)
-    seen = np.maximum(np.sum(weights, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
-    lost = np.sum(np.where(weights < precision.vanishing, weights, 0.0), axis=-1, keepdims=True)
-    mean = np.sum(weights * (z.values - lse), axis=-1, keepdims=True) / seen
-    spread = np.sum(weights * (z.values - lse - mean) ** 2, axis=-1, keepdims=True) / seen
-    like_terms = 1 / np.maximum(np.sum((weights / seen) ** 2, axis=-1, keepdims=True), 1 / count)
-    repeated = like_terms * np.sum(weights * like_keys, axis=-1, keepdims=True) / seen
-    row_sum = (count + repeated) / 3 + 1 + (lost / precision.rounding) ** 2
+    sink = _sink(problem, lse)
+    row_sum, together = row_variances(weights, log_weights, z.shared, sink, like_keys, count, precision)
     # the errors of a row's logits may all be the same, as where its keys are
-    lse_variance = np.sum(weights * exponential, axis=-1, keepdims=True) + row_sum + 4 * lse**2 + 1
-    if sink_weight is not None:
-        lse_variance = lse_variance + sink_weight * sink_exponential
+    lse_variance = np.sum(weights * exponential, axis=-1, keepdims=True) + sink.weight * sink.exponential
     dropped = steps.dropout(np, weights, view.kept, view.dropout_p)
-    small = np.maximum(precision.vanishing * np.max(dropped, axis=-1, keepdims=True, initial=0.0), precision.vanished)
+    small = np.maximum(precision.vanishing * np.sum(dropped, axis=-1, keepdims=True), precision.vanished)
     return Forward(
         view=view,
         query=operands.scale * operands.query,
         count=count,
         weights=weights,
+        log_weights=log_weights,
         dropped=dropped,
         tail=np.where(dropped < small, dropped, 0.0) / precision.rounding,
+        partial_output=sum_in_order(dropped, operands.value, view.group).mean_square(),
         exponential=exponential,
         like_keys=like_keys,
         like_rows=like_rows,
-        spread=spread,
-        alike=like_roundings(spread, like_terms, precision),
-        row_sum=row_sum,
-        lse=lse_variance,
-        sink_weight=sink_weight,
-        sink_exponential=sink_exponential,
+        together=row_sum + together,
+        lse=lse_variance + row_sum + 4 * lse**2 + 1,  # log, row shift, their sum, and the change to base 2 and back
+        sink=sink,
         cap_slope=z.cap_slope,
         cap_slope_variance=z.cap_slope_variance,
     )
 
 
-def _like_counts(values: Array, query_length: int) -> tuple[Array, Array]:
-    """How many rows are like each row of logits, and how many columns like each column.
-
-    Equal logits are rounded equally: their errors add up where those of different ones average out. Equal queries, repeated
-    tokens and padding do that. Two rows are called equal if a random projection of them is, to float32's eps; if a tile's
-    rows are, those of the other tiles are taken to be.
-    """
-    rows, columns = values.shape[-2:]
-    draw = np.random.default_rng(0).standard_normal
-    like_rows = _repetitions(*_projections(values, draw(columns))) * (query_length / max(1, rows))
-    like_columns = _repetitions(*_projections(values.mT, draw(rows)))
-    return np.where(like_rows * rows > query_length, like_rows, 1.0)[..., None], like_columns[..., None, :]
+def _sink(problem: Problem, lse: Array) -> Sink:
+    if problem.has_sink is None:
+        return Sink(np.zeros_like(lse), np.zeros_like(lse))
+    sinks = problem.operands.sinks[..., None, None]
+    weight = np.where(problem.has_sink[..., None, None], np.exp(np.minimum(sinks - lse, 0)), 0.0)
+    return Sink(weight, exponential_variance(sinks - lse, sinks, 0.0))
 
 
-def _projections(values: Array, direction: Array) -> tuple[Array, Array]:
-    return values @ direction, np.sqrt(values**2 @ direction**2)
-
-
-def _repetitions(projection: Array, size: Array) -> Array:
-    """For each number of the last axis how many others there are within float32's eps of its size; itself included."""
-    if projection.size == 0:
-        return projection
-    order = np.argsort(projection, axis=-1)
-    ordered = np.take_along_axis(projection, order, -1)
-    allowed = np.take_along_axis(size, order, -1)[..., 1:] * FORMATS["float32"].eps
-    starts = np.ones(projection.shape, dtype=bool)
-    starts[..., 1:] = np.diff(ordered, axis=-1) > allowed
-    group = np.cumsum(starts) - 1  # a new one starts with each row of the last axis
-    counts = np.bincount(group)[group].reshape(projection.shape)
-    repetitions = np.empty(projection.shape)
-    np.put_along_axis(repetitions, order, counts, -1)
-    return repetitions
-
-
-def _share(spread: Array, scale: Array | float) -> Array:
-    """0 … 1: how far weights of this variance of their logarithms are alike on this scale."""
-    return scale**2 / (scale**2 + spread)
-
-
-def like_roundings(spread: Array, count: Array | float, precision: Precision) -> Array:
-    """Relative variance of a sum over (nearly) equal weights, whose roundings are equal, not independent.
-
-    The weights round to the half type alike where they differ by less than its eps. And adding `count` like terms one by
-    one rounds alike for as long as the sum's exponent stays, n/3 roundings in all, if they differ by less than n eps.
-    """
-    stored = precision.half * _share(spread, precision.half_eps) if precision.half else 0.0
-    return stored + count**2 / 9 * _share(spread, count * precision.vanishing)
+def row_variances(
+    weights: Array, log_weights: Array, shared: Array, sink: Sink, like_keys: Array, count: Array, precision: Precision
+) -> tuple[Array, Array]:
+    """Relative variances: of a row's sum of exponentials from its additions, of its other sums from shared errors."""
+    seen = np.maximum(np.sum(weights, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+    like_terms = 1 / np.maximum(np.sum((weights / seen) ** 2, axis=-1, keepdims=True), 1 / count)
+    repeated = like_terms * np.sum(weights * like_keys, axis=-1, keepdims=True) / seen
+    lost = np.sum(np.where(weights < precision.vanishing, weights, 0.0), axis=-1, keepdims=True)
+    row_sum = (count + repeated) / 3 + 1 + (lost / precision.rounding) ** 2
+    spread = log_spread(weights, log_weights, -1)
+    # an error that all keys share changes their weight against the sink's
+    against_sink = sink.weight**2 * np.sum(weights * shared, axis=-1, keepdims=True) / seen
+    return row_sum, stored_alike(spread, precision) + drift(spread, like_terms, precision) + against_sink
 
 
 def weights_variance(tile: Forward) -> Array:
@@ -244,85 +220,114 @@ def output_variance(tile: Forward, value: Array, output: Array, precision: Preci
     own = exponential + (precision.half + 2) * tile.like_keys + tile.count / 6
     own = own * dropped**2 + near_zero(dropped, precision)
     mixed = steps.sum_over_keys(np, exponential * weights * dropped, value, None, group)
-    whole = np.sum(exponential * weights**2, axis=-1, keepdims=True)
-    if tile.sink_weight is not None:
-        whole = whole + tile.sink_exponential * tile.sink_weight**2
+    whole = np.sum(exponential * weights**2, axis=-1, keepdims=True) + tile.sink.exponential * tile.sink.weight**2
     variance = steps.sum_over_keys(np, own, value**2, None, group) + output * (output * whole - 2 * mixed)
-    variance = np.maximum(variance, 0) + output**2 * (tile.count / 3 + tile.row_sum + tile.alike)
+    variance = np.maximum(variance, 0) + output**2 * tile.together + tile.count * tile.partial_output
     return variance + steps.sum_over_keys(np, tile.tail, value, None, group) ** 2
 
 
-# Backward: output → softmax → logits
+def sum_in_order(tile: Array, keys: Array, group: int) -> RunningSum:
+    """tile @ keys, with what it is on the way."""
+    total = RunningSum()
+    for part in parts_of(tile.shape[-1]):
+        total.add(steps.sum_over_keys(np, tile[..., part], keys[..., part, :], None, group))
+    return total
+
+
+def near_zero(array: Array, precision: Precision) -> Array:
+    """Numbers near 0 lose what underflow takes, at most themselves."""
+    return np.minimum((array / precision.rounding) ** 2, precision.underflow)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Backward: output → softmax → scores
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Entries(NamedTuple):
+    """One tile of a gradient (gZ or gS), and the variance of its entries alone and in sums."""
+
+    values: Array
+    weights: Array  # P, or P · d: what an error of D is multiplied by
+    own: Array  # variance from errors of each entry's own
+    of_products: Array  # the part of `own` that comes from gO Vᵀ
+    like_products: tuple[Array, Array]  # how many rows and columns of gO Vᵀ are alike, (…, rows, 1) and (…, 1, S)
+    lse: Array  # variance of lse and of D, whose errors reach the whole row, (…, rows, 1)
+    row_dot: Array
+    like_rows: Array
+    like_keys: Array
+
+    def alone(self) -> Array:
+        return self.own + self.lse * self.values**2 + self.row_dot * self.weights**2
+
+    def along_row(self) -> Array:
+        """For sums over a row: like keys err together. Without the errors of lse and D, which all its entries share."""
+        return self.own * self.like_keys + self.of_products * np.maximum(self.like_products[1] - self.like_keys, 0)
+
+    def along_column(self) -> Array:
+        """For sums over a column: like rows err together."""
+        of_products = self.of_products * np.maximum(self.like_products[0] - self.like_rows, 0)
+        return self.alone() * self.like_rows + of_products
 
 
 class Backward(NamedTuple):
-    grad_logits: Array
-    own: Array  # variance of grad_logits from errors of its own
-    row_dot: Array  # variance of D, which reaches the whole row as P · error, (…, rows, 1)
-    grad_scores: Array
-    scores_own: Array
-    slope_weights: Array  # P · d: what an error of D is multiplied by on its way to grad_scores
-    grad_sinks: Array | None  # (…, rows, 1)
-    grad_sinks_variance: Array | None
-
-    def logits_variance(self, tile: Forward) -> Array:
-        """Of grad_logits, all errors together."""
-        return self.own + tile.lse * self.grad_logits**2 + self.row_dot * tile.weights**2
-
-    def scores_variance(self, tile: Forward) -> Array:
-        """Of grad_scores, all errors together."""
-        return self.scores_own + tile.lse * self.grad_scores**2 + self.row_dot * self.slope_weights**2
+    logits: Entries
+    scores: Entries
+    grad_sinks: Array  # (…, rows, 1)
+    grad_sinks_variance: Array
 
 
 def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision) -> Backward:
-    """gZ = P ∘ (gP − D + g_lse), gS = d ∘ gZ."""
-    view, weights, value = tile.view, tile.weights, problem.operands.value
-    grad_output = problem.grad_output[..., rows, :]
-    grad_lse = 0.0 if problem.grad_lse is None else problem.grad_lse[..., rows, :]
+    """gP = dropout(gO Vᵀ), gZ = P ∘ (gP − D + g_lse), gS = d ∘ gZ, g_sink = p_sink (g_lse − D)."""
+    view, weights, value, sink = tile.view, tile.weights, problem.operands.value, tile.sink
+    grad_output, output = problem.grad_output[..., rows, :], problem.output[..., rows, :]
+    grad_lse = problem.grad_lse[..., rows, :]
     products = steps.inner_products(np, grad_output, value, view.group)
     squares = steps.inner_products(np, grad_output**2, value**2, view.group)
+    like_products = like_counts(products, problem.options.query_length)
     keep = steps.dropout(np, np.ones_like(weights), view.kept, view.dropout_p)
     grad_weights = keep * products
     if problem.grad_weights is not None:
         grad_weights = grad_weights + problem.grad_weights[..., rows, :]
-    grad_weights_variance = (
-        keep**2 * sum_variance(products, squares, value.shape[-1]) + (precision.half + 1) * grad_weights**2
-    )
+    of_products = keep**2 * sum_variance(products, squares, value.shape[-1], precision)
+    of_products = weights**2 * (of_products + (precision.half + 1) * grad_weights**2)
     row_dot = np.sum(weights * grad_weights, axis=-1, keepdims=True)
+    row_dot_variance = _row_dot_variance(tile, grad_weights, of_products, like_products[1])
+    row_dot_variance += _output_dot_variance(tile, grad_output, output, products, squares, precision)
     inside = grad_weights - row_dot
     grad_logits = weights * (inside + grad_lse)
-    row_dot_variance = _row_dot_variance(tile, grad_weights, grad_weights_variance)
-    row_dot_variance += _output_dot_variance(
-        tile, grad_output, problem.output[..., rows, :], products, squares, precision
-    )
-    own = weights**2 * (grad_weights_variance + inside**2) + (tile.exponential + 2) * grad_logits**2
+    own = of_products + (weights * inside) ** 2 + (tile.exponential + 2) * grad_logits**2
     # stored weights, and their gradient as it goes into the products
     own = own + 2 * precision.half * grad_logits**2 + near_zero(grad_logits, precision)
     own = own + near_zero(weights, precision) * (inside + grad_lse) ** 2
-    grad_scores, scores_own, slope_weights = grad_logits, own, weights
+    along = (like_products, tile.lse, row_dot_variance, tile.like_rows, tile.like_keys)
+    of_logits = of_scores = Entries(grad_logits, weights, own, of_products, *along)
     if tile.cap_slope is not None:
-        grad_scores, slope_weights = tile.cap_slope * grad_logits, tile.cap_slope * weights
-        scores_own = tile.cap_slope**2 * own + tile.cap_slope_variance * grad_logits**2 + grad_scores**2
-    grad_sinks = grad_sinks_variance = None
-    if tile.sink_weight is not None:
-        grad_sinks = tile.sink_weight * (grad_lse - row_dot)
-        grad_sinks_variance = (tile.sink_exponential + tile.lse + 2) * grad_sinks**2
-        grad_sinks_variance = grad_sinks_variance + tile.sink_weight**2 * row_dot_variance
-        grad_sinks_variance = grad_sinks_variance + near_zero(tile.sink_weight, precision) * (grad_lse - row_dot) ** 2
-    return Backward(
-        grad_logits, own, row_dot_variance, grad_scores, scores_own, slope_weights, grad_sinks, grad_sinks_variance
-    )
+        grad_scores = tile.cap_slope * grad_logits
+        own = tile.cap_slope**2 * own + tile.cap_slope_variance * grad_logits**2 + grad_scores**2
+        own = own + near_zero(grad_scores, precision)
+        of_scores = Entries(grad_scores, tile.cap_slope * weights, own, tile.cap_slope**2 * of_products, *along)
+    grad_sinks = sink.weight * (grad_lse - row_dot)
+    grad_sinks_variance = (sink.exponential + tile.lse + 2) * grad_sinks**2 + sink.weight**2 * row_dot_variance
+    grad_sinks_variance = grad_sinks_variance + near_zero(sink.weight, precision) * (grad_lse - row_dot) ** 2
+    return Backward(of_logits, of_scores, grad_sinks, grad_sinks_variance)
 
 
-def _row_dot_variance(tile: Forward, grad_weights: Array, grad_weights_variance: Array) -> Array:
+def _row_dot_variance(tile: Forward, grad_weights: Array, of_products: Array, like_products: Array) -> Array:
     """D = Σ P ∘ gP over the row's keys. An error of one exponential also changes the row's sum: Σ r (P (gP − D))²."""
     terms = tile.weights * grad_weights
     row_dot = np.sum(terms, axis=-1, keepdims=True)
-    own = tile.exponential * (terms - tile.weights * row_dot) ** 2 + tile.weights**2 * grad_weights_variance
-    variance = np.sum(own * tile.like_keys, axis=-1, keepdims=True) + (tile.row_sum + tile.alike) * row_dot**2
-    if tile.sink_weight is not None:
-        variance = variance + tile.sink_exponential * (tile.sink_weight * row_dot) ** 2
-    return variance + sum_variance(row_dot, np.sum(terms**2, axis=-1, keepdims=True), tile.count)
+    own = tile.exponential * (terms - tile.weights * row_dot) ** 2 * tile.like_keys
+    own = own + of_products * np.maximum(tile.like_keys, like_products) + (tile.count / 6 + 1) * terms**2
+    shared = tile.together + tile.sink.exponential * tile.sink.weight**2
+    return np.sum(own, axis=-1, keepdims=True) + shared * row_dot**2 + tile.count * partial_sums(terms)
+
+
+def partial_sums(terms: Array) -> Array:
+    """The mean square of a row's partial sums, (…, rows, 1)."""
+    total = RunningSum()
+    total.add_along(summed_in_parts(terms))
+    return np.broadcast_to(np.asarray(total.mean_square())[..., None], (*terms.shape[:-1], 1))
 
 
 def _output_dot_variance(
@@ -332,94 +337,9 @@ def _output_dot_variance(
     terms = grad_output * output
     output_dot = np.sum(terms, axis=-1, keepdims=True)
     terms_squared = np.sum(terms**2, axis=-1, keepdims=True)
-    variance = sum_variance(output_dot, terms_squared, terms.shape[-1])
-    variance = variance + (precision.half + tile.count / 3) * terms_squared
-    variance = variance + np.sum(grad_output**2 * near_zero(output, precision), axis=-1, keepdims=True)
+    variance = sum_variance(output_dot, terms_squared, terms.shape[-1], precision)
+    entries = precision.half * output**2 + near_zero(output, precision) + tile.count * tile.partial_output
+    variance = variance + np.sum(grad_output**2 * entries, axis=-1, keepdims=True)
     inside = (tile.count / 6 + 2) * squares + precision.half * tile.like_keys * products**2
     variance = variance + np.sum(tile.dropped**2 * inside, axis=-1, keepdims=True)
     return variance + np.sum(tile.tail * products, axis=-1, keepdims=True) ** 2
-
-
-def near_zero(array: Array, precision: Precision) -> Array:
-    """Numbers near 0 lose what underflow takes, at most themselves."""
-    return np.minimum((array / precision.rounding) ** 2, precision.underflow)
-
-
-def vanished(tile: Forward, back: Backward, precision: Precision) -> Array:
-    """The entries of the scores' gradient that stored weights or stored gradients of a small type may lose, all at once."""
-    is_lost = (tile.weights < precision.vanished) | (np.abs(back.grad_logits) < precision.vanished)
-    return np.where(is_lost, back.grad_scores, 0.0) / precision.rounding
-
-
-# Gradients of the inputs. Those summed over rows are one tile's share of the variance: the caller adds the tiles.
-
-
-def grad_query_variance(
-    problem: Problem, tile: Forward, back: Backward, has_copies: bool, precision: Precision
-) -> Array:
-    """gQ = scale · gS K: errors of a row's lse and D reach all its keys together, as gQ itself and as Σ P d k.
-
-    `has_copies`: the query was broadcast, and half types round each copy's gradient before they are summed.
-    """
-    group, key, scale = tile.view.group, problem.operands.key, problem.operands.scale
-    product = steps.sum_over_keys(np, back.grad_scores, key, None, group)
-    mean_key = steps.sum_over_keys(np, back.slope_weights, key, None, group)
-    own = back.scores_own * tile.like_keys + (tile.count / 6 + 1) * back.grad_scores**2
-    variance = steps.sum_over_keys(np, own, key**2, None, group) + back.row_dot * mean_key**2
-    if precision.vanished:
-        variance = variance + steps.sum_over_keys(np, vanished(tile, back, precision), key, None, group) ** 2
-    variance = scale**2 * (variance + (tile.lse + tile.count / 3 + 2) * product**2)
-    if has_copies:
-        variance = variance + precision.half * (scale * product) ** 2 + near_zero(scale * product, precision)
-    return variance
-
-
-def grad_key_variance(tile: Forward, back: Backward, count: float) -> Array:
-    """gK = gSᵀ (scale · Q), but for the total of the sum of `count` terms: each row's errors are its own."""
-    own = (back.scores_variance(tile) + (count / 6 + 3) * back.grad_scores**2) * tile.like_rows
-    return steps.sum_over_queries(np, own, tile.query**2, None, tile.view.group)
-
-
-def grad_key_vanished(tile: Forward, back: Backward, precision: Precision) -> Array:
-    """What underflow takes from gK; adds up over tiles."""
-    return steps.sum_over_queries(np, vanished(tile, back, precision), tile.query, None, tile.view.group)
-
-
-def grad_value_variance(tile: Forward, grad_output: Array, count: float, precision: Precision) -> Array:
-    """gV = Wᵀ gO, but for the total of the sum of `count` terms."""
-    own = (tile.exponential + tile.lse + precision.half + count / 6 + 3) * tile.like_rows * tile.dropped**2
-    own = own + near_zero(tile.dropped, precision)
-    return steps.sum_over_queries(np, own, grad_output**2, None, tile.view.group)
-
-
-def grad_value_together(tile: Forward, grad_output: Array, count: float, precision: Precision) -> Array:
-    """The standard deviation of gV from what like weights share, and what underflow takes; adds up over tiles."""
-    share = np.sqrt(like_roundings(tile.spread, count, precision))
-    lost = np.where(tile.dropped < precision.vanished, tile.dropped, 0.0) / precision.rounding
-    return steps.sum_over_queries(np, share * tile.dropped + lost, grad_output, None, tile.view.group)
-
-
-def grad_bias_variance(
-    tile: Forward, back: Backward, over_keys: bool, count: float, precision: Precision
-) -> Array:
-    """gb = gZ, summed over keys where the bias has one column; but for the total of the sum of `count` terms."""
-    if over_keys:
-        return row_total_variance(tile, back, 1.0, count, precision)
-    return (back.logits_variance(tile) + (count / 6 + 1) * back.grad_logits**2) * (tile.like_rows if count > 1 else 1)
-
-
-def row_total_variance(
-    tile: Forward, back: Backward, factor: Array | float, count: float, precision: Precision
-) -> Array:
-    """Σ gZ · factor over a row's keys (…, rows, 1), which errors of lse and D reach together; but for the sum's total.
-
-    The factor is −distance for the slopes' gradient, and 1 for that of a bias of one column.
-    """
-    own = (back.own * tile.like_keys + (count / 6 + 2) * back.grad_logits**2) * factor**2
-    total = np.sum(back.grad_logits * factor, axis=-1, keepdims=True)
-    mean = np.sum(tile.weights * factor, axis=-1, keepdims=True)
-    variance = np.sum(own, axis=-1, keepdims=True) + tile.lse * total**2 + back.row_dot * mean**2
-    if precision.vanished:
-        lost = np.where(tile.weights < precision.vanished, back.grad_logits, 0.0) / precision.rounding
-        variance = variance + np.sum(lost * factor, axis=-1, keepdims=True) ** 2
-    return variance * tile.like_rows

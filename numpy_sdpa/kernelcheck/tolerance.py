@@ -8,16 +8,15 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from numpy_sdpa import steps
 from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Options
-from numpy_sdpa._internal.shapes import sum_heads, sum_to_shape
 from numpy_sdpa.kernelcheck import rounding
+from numpy_sdpa.kernelcheck.input_gradients import GRADIENTS
 from numpy_sdpa.kernelcheck.precision import FORMATS, Precision, half_unit, precision_of
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
 
-# Elements of the plane in one tile: its dozen arrays of float64 stay below half a gigabyte.
-_TILE = 2**21
+# Elements of the plane in one tile: its dozens of arrays of float64 take 4 MiB each.
+_TILE = 2**19
 
 
 def rounding_sigma(
@@ -46,10 +45,33 @@ def rounding_sigma(
     """
     precision = precision_of(dtype)
     with np.errstate(all="ignore"):
-        variances = _Variances(residuals, upstream, gold, precision)
+        problem = rounding.problem_of(residuals, upstream)
+        wanted = {name: rounding.finite(gold[name]) for name in gold if name in GRADIENTS}
+        gradients = {name: GRADIENTS[name](problem, array, precision) for name, array in wanted.items()}
+        if gradients and upstream is None:
+            raise ValueError(f"upstream, which {', '.join(gradients)} come from, must be given, got None")
+        variances = {name: np.zeros(array.shape) for name, array in gold.items() if name not in gradients}
         for rows in _row_tiles(residuals.options):
-            variances.add(rows)
-        return {name: precision.rounding * np.sqrt(variance) for name, variance in variances.finished().items()}
+            tile = rounding.forward(problem, rows, precision)
+            _put_forward(variances, problem, tile, rows, precision)
+            if gradients:
+                back = rounding.backward(problem, tile, rows, precision)
+                for gradient in gradients.values():
+                    gradient.add(tile, back, rows)
+        variances |= {name: gradient.variance() for name, gradient in gradients.items()}
+        return {name: precision.rounding * np.sqrt(variances[name]) for name in gold}
+
+
+def _put_forward(
+    variances: dict[str, Array], problem: rounding.Problem, tile: rounding.Forward, rows: slice, precision: Precision
+) -> None:
+    if "output" in variances:
+        output, value = problem.output[..., rows, :], problem.operands.value
+        variances["output"][..., rows, :] = rounding.output_variance(tile, value, output, precision)
+    if "lse" in variances:
+        variances["lse"][..., rows] = tile.lse[..., 0]
+    if "weights" in variances:
+        variances["weights"][..., rows, :] = rounding.weights_variance(tile)
 
 
 def _row_tiles(options: Options) -> Iterator[slice]:
@@ -59,139 +81,6 @@ def _row_tiles(options: Options) -> Iterator[slice]:
     size = max(1, _TILE // max(1, across))
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
-
-
-class _Variances:
-    """The variance of each result, gathered tile by tile."""
-
-    def __init__(
-        self, residuals: SDPAResiduals, upstream: Upstream | None, gold: Mapping[str, Array], precision: Precision
-    ) -> None:
-        self.residuals, self.gold, self.precision = residuals, gold, precision
-        self.problem = rounding.problem_of(residuals, upstream)
-        self.has_backward = any(name.startswith("grad_") for name in gold)
-        if self.has_backward and upstream is None:
-            raise ValueError("gold has gradients: upstream says what they come from, got None")
-        plane, operands = residuals.options.plane, self.problem.operands
-        rows = plane[:-1]
-        shapes = {
-            "output": self.problem.output.shape,
-            "lse": rows,
-            "weights": plane,
-            "grad_query": operands.query.shape,
-            "grad_key": self._summed_shape(operands.key),
-            "grad_value": self._summed_shape(operands.value),
-            "grad_bias": () if operands.bias is None else self.problem.masking_bias.shape,
-            "grad_sinks": rows[:-1],
-            "grad_alibi_slopes": rows[:-1],
-        }
-        self.variances = {name: np.zeros(shapes[name]) for name in gold}
-        # errors that add up over the tiles before they are squared
-        self.together = {
-            name: np.zeros_like(self.variances[name])
-            for name in ("grad_key", "grad_value")
-            if name in gold and (name == "grad_value" or precision.vanished)
-        }
-        self.like_rows: list[float] = []
-        # each head's and batch element's own gradient, where half types round it before they are summed
-        self.copies = {
-            name: np.zeros((*plane[:-1][:-1], *gold[name].shape[-2:]))
-            for name in ("grad_key", "grad_value")
-            if name in gold and precision.half and self.count(name) > plane[-2]
-        }
-
-    def _summed_shape(self, array: Array) -> tuple[int, ...]:
-        """(B…, Hq or Hkv, S, X): summed over rows and groups, not yet over broadcast axes."""
-        options = self.residuals.options
-        batch_and_heads = list(options.plane[:-2])
-        if options.group > 1:
-            batch_and_heads[-1] //= options.group
-        return (*batch_and_heads, *array.shape[-2:])
-
-    def count(self, name: str) -> float:
-        """How many terms are added up for one entry of the gradient."""
-        plane, shape = self.residuals.options.plane, self.gold[name].shape
-        terms = math.prod(plane)
-        if name in ("grad_key", "grad_value"):
-            terms, shape = math.prod(plane[:-1]), shape[:-2]
-        elif name == "grad_query":
-            terms, shape = math.prod(plane[:-2]), shape[:-2]
-        elif name == "grad_sinks":
-            terms = math.prod(plane[:-1])
-        return terms / max(1, math.prod(shape))
-
-    def add(self, rows: slice) -> None:
-        problem, precision, variances = self.problem, self.precision, self.variances
-        tile = rounding.forward(problem, self.residuals, rows, precision)
-        if "output" in variances:
-            output = problem.output[..., rows, :]
-            variances["output"][..., rows, :] = rounding.output_variance(
-                tile, problem.operands.value, output, precision
-            )
-        if "lse" in variances:
-            variances["lse"][..., rows] = tile.lse[..., 0]
-        if "weights" in variances:
-            variances["weights"][..., rows, :] = rounding.weights_variance(tile)
-        if self.has_backward:
-            self.like_rows.append(float(np.mean(tile.like_rows)) if tile.like_rows.size else 1.0)
-            self._add_backward(tile, rows)
-
-    def _add_backward(self, tile: rounding.Forward, rows: slice) -> None:
-        problem, precision, variances = self.problem, self.precision, self.variances
-        back = rounding.backward(problem, tile, rows, precision)
-        grad_output = problem.grad_output[..., rows, :]
-        if "grad_query" in variances:
-            has_copies = self.count("grad_query") > 1
-            variances["grad_query"][..., rows, :] = rounding.grad_query_variance(
-                problem, tile, back, has_copies, precision
-            )
-        if "grad_key" in variances:
-            variances["grad_key"] += rounding.grad_key_variance(tile, back, self.count("grad_key"))
-        if "grad_value" in variances:
-            count = self.count("grad_value")
-            variances["grad_value"] += rounding.grad_value_variance(tile, grad_output, count, precision)
-            self.together["grad_value"] += rounding.grad_value_together(tile, grad_output, count, precision)
-        if "grad_key" in self.together:
-            self.together["grad_key"] += rounding.grad_key_vanished(tile, back, precision)
-        if "grad_bias" in variances:
-            self._add_bias(tile, back, rows)
-        if "grad_sinks" in variances:
-            own = back.grad_sinks_variance + (self.count("grad_sinks") / 6 + 1) * back.grad_sinks**2
-            own = own * tile.like_rows
-            variances["grad_sinks"] += np.sum(own, axis=(-2, -1))
-        if "grad_alibi_slopes" in variances:
-            total = rounding.row_total_variance(tile, back, tile.view.distance, self.count("grad_alibi_slopes"), precision)
-            variances["grad_alibi_slopes"] += np.sum(total, axis=(-2, -1))
-        if "grad_key" in self.copies:
-            self.copies["grad_key"] += steps.sum_over_queries(np, back.grad_scores, tile.query, None, 1)
-        if "grad_value" in self.copies:
-            self.copies["grad_value"] += steps.sum_over_queries(np, tile.dropped, grad_output, None, 1)
-
-    def _add_bias(self, tile: rounding.Forward, back: rounding.Backward, rows: slice) -> None:
-        variance = self.variances["grad_bias"]
-        over_keys = variance.shape[-1] == 1
-        own = rounding.grad_bias_variance(tile, back, over_keys, self.count("grad_bias"), self.precision)
-        part = variance if variance.shape[-2] == 1 else variance[..., rows, :]
-        part += sum_to_shape(np, own, part.shape)
-
-    def finished(self) -> dict[str, Array]:
-        """In gold's shapes, with the rounding of the gradients' long sums."""
-        finished = {}
-        like_rows = max(self.like_rows, default=1.0)
-        for name, variance in self.variances.items():
-            gold = self.gold[name]
-            if name in self.together:
-                variance = variance + self.together[name] ** 2
-            variance = sum_to_shape(np, variance, gold.shape) if name != "grad_bias" else variance.reshape(gold.shape)
-            if name in self.copies:
-                group = self.residuals.options.group
-                copies = self.copies[name]
-                own = self.precision.half * copies**2 + rounding.near_zero(copies, self.precision)
-                variance = variance + sum_to_shape(np, sum_heads(np, own, group), gold.shape)
-            if name.startswith("grad_"):
-                variance = variance + (self.count(name) * like_rows / 3 + 2) * rounding.finite(gold) ** 2
-            finished[name] = variance
-        return finished
 
 
 def tolerance(sigma: Array, dtype: str, array_dtype: str, gold: Array) -> Array:
