@@ -116,6 +116,4 @@ def _forward(problem: Problem) -> SDPAResiduals:
 
 
 def _backward(problem: Problem, residuals: SDPAResiduals) -> SDPAGradients:
-    return sdpa_backward(
-        problem.upstream.get("grad_output"), residuals, grad_lse=problem.upstream.get("grad_lse")
-    )
+    return sdpa_backward(problem.upstream.get("grad_output"), residuals, grad_lse=problem.upstream.get("grad_lse"))

@@ -28,6 +28,9 @@ class Mistake:
     changes: Changes | None = None
     rewritten: Rewritten | None = None
 
+    def all_changes(self, problem: Problem) -> Iterator[Change]:
+        return iter(()) if self.changes is None else self.changes(problem)
+
 
 MISTAKES: dict[str, Mistake] = {}  # in the order of `mistakes`, which also orders ties
 

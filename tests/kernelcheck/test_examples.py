@@ -1,4 +1,4 @@
-"""The examples are run: the C kernel is built here, the JAX one is called, the torch one (torch is not needed) compiled."""
+"""The examples run: the C kernel is built here, the JAX one is called, the torch one (without torch) compiled."""
 
 import shutil
 from pathlib import Path

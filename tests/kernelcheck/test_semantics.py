@@ -30,7 +30,9 @@ def test_the_diagonal_is_the_systems_unless_the_caller_says_where_it_is():
     del given["lse"]  # flash-attention's lse of an empty row is +inf; here S > L and there is none
     assert compare(given, semantics="flash-attention", layout="bhld", **options).passed
     upper_left = wrong_kernels.run(arrays, options)
-    assert compare({**arrays, **upper_left}, semantics="flash-attention", layout="bhld", query_offset=0, **options).passed
+    assert compare(
+        {**arrays, **upper_left}, semantics="flash-attention", layout="bhld", query_offset=0, **options
+    ).passed
 
 
 def test_onnx_moves_the_diagonal_with_key_lengths():
