@@ -24,14 +24,19 @@ from numpy_sdpa.varlen import SDPAVarlenResiduals, sdpa_varlen_backward, sdpa_va
 # Imported at first use: what they need (SciPy, and more) is not needed to compute attention.
 _LATER = {
     "GradientReport": "gradcheck",
+    "KernelReport": "kernelcheck",
     "check_adjoint": "gradcheck",
     "check_jvp": "gradcheck",
+    "check_kernel": "kernelcheck",
     "check_taylor": "gradcheck",
     "check_vjp": "gradcheck",
+    "compare": "kernelcheck",
+    "make_case": "kernelcheck",
 }
 
 __all__ = [
     "GradientReport",
+    "KernelReport",
     "SDPADoubleGradients",
     "SDPAGradients",
     "SDPAResiduals",
@@ -42,8 +47,11 @@ __all__ = [
     "attention_jacobian",
     "check_adjoint",
     "check_jvp",
+    "check_kernel",
     "check_taylor",
     "check_vjp",
+    "compare",
+    "make_case",
     "merge_attention",
     "merge_attention_backward",
     "merge_heads",

@@ -14,6 +14,7 @@ from numpy_sdpa._internal.namespace import (
     dtype_kind,
     dtype_name,
     from_list,
+    operand,
     owned,
 )
 from numpy_sdpa._internal.options import AttentionOptions, Options, resolve
@@ -102,8 +103,8 @@ def scaled_dot_product_attention(
     """
     if options.get("method") == "blockwise":
         raise ValueError('method="blockwise" makes no attention weights: use method="dense", or attention(…)')
-    residuals = _forward(query, key, value, mask, options)
-    return _rounded(residuals), residuals.weights
+    output, residuals = _forward(query, key, value, mask, options)
+    return output, residuals.weights
 
 
 def attention(
@@ -115,7 +116,7 @@ def attention(
     -------
     output : array (B…, Hq, L, Ev), in ``result_type(query, key, value)``
     """
-    return _rounded(_forward(query, key, value, mask, options))
+    return _forward(query, key, value, mask, options)[0]
 
 
 def sdpa_forward(
@@ -129,8 +130,7 @@ def sdpa_forward(
     residuals : SDPAResiduals
         Every array of the forward pass under its name, in the compute dtype.
     """
-    residuals = _forward(query, key, value, mask, options)
-    output = _rounded(residuals)
+    output, residuals = _forward(query, key, value, mask, options)
     if output is residuals.output:
         # in-place work on the output, as `output += …`, must not reach what the backward reads
         with computing(residuals.options.xp, residuals.options.like):
@@ -277,16 +277,14 @@ def sdpa_double_backward(
         )
 
 
-def _forward(query: Array, key: Array, value: Array, mask: Array | None, options: AttentionOptions) -> SDPAResiduals:
+def _forward(
+    query: Array, key: Array, value: Array, mask: Array | None, options: AttentionOptions
+) -> tuple[Array, SDPAResiduals]:
+    """The output in the inputs' dtype, rounded once, and the residuals."""
     inputs, resolved = resolve(query, key, value, mask, options)
     with computing(resolved.xp, resolved.like):
-        return _engine(resolved).forward(inputs, resolved)
-
-
-def _rounded(residuals: SDPAResiduals) -> Array:
-    """The output in the inputs' dtype, rounded once."""
-    with computing(residuals.options.xp, residuals.options.like):
-        return owned(astype(residuals.output, residuals.options.output_dtype))
+        residuals = _engine(resolved).forward(inputs, resolved)
+        return owned(astype(residuals.output, resolved.output_dtype)), residuals
 
 
 def _engine(options: Options) -> Any:
@@ -345,10 +343,10 @@ def _like(residuals: SDPAResiduals, name: str, array: Any, shape: tuple[int, ...
     array = from_list(name, array)
     if isinstance(array, np.ndarray | np.generic) and array.shape == ():
         array = asarray(options.xp, array, options.compute_dtype, options.like)
-    array_namespace({"query": residuals.query, name: array})
+    array_namespace({"the forward's query": residuals.query, name: array})
     kind = dtype_kind(options.xp, array.dtype)
     if kind != "f" and not (kind == "c" and dtype_kind(options.xp, options.compute_dtype) == "c"):
         raise TypeError(f"{name} must be floating, got {dtype_name(array.dtype)}")
     if tuple(array.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
-    return astype(array, options.compute_dtype)
+    return operand(options.xp, array, options.compute_dtype)

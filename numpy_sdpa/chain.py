@@ -7,7 +7,7 @@ and nowhere else; each ``…_backward`` undoes the lines of its forward in rever
 from typing import Any, NamedTuple
 
 from numpy_sdpa import steps
-from numpy_sdpa._internal.namespace import Array, Namespace, astype, owned
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, operand, owned
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile, sum_to_shape
 from numpy_sdpa.dropout import kept_in
@@ -46,10 +46,12 @@ class Logits(NamedTuple):
 
 def operands_of(arrays: Any, options: Options) -> Differentiable:
     """The differentiable attributes of `arrays` in the compute dtype, query with the plane's batch axes and heads."""
-    named = {name: getattr(arrays, name) for name in Differentiable._fields}
-    operands = Differentiable(
-        **{name: None if array is None else astype(array, options.compute_dtype) for name, array in named.items()}
-    )
+
+    def of(name: str) -> Array | None:
+        array = getattr(arrays, name)
+        return None if array is None else operand(options.xp, array, options.compute_dtype)
+
+    operands = Differentiable(**{name: of(name) for name in Differentiable._fields})
     shape = (*options.plane[:-1], operands.query.shape[-1])
     if operands.query.shape == shape:
         return operands

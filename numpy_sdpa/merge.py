@@ -100,13 +100,14 @@ def merge_attention_backward(
         share_a, share_b, _ = _shares(xp, parts)
         upstream = _upstream(xp, "grad_output", grad_output, parts["output_a"], dtype)
         upstream_lse = _upstream(xp, "grad_lse", grad_lse, parts["lse_a"], dtype)
-        merged = _times(xp, share_a, parts["output_a"]) + _times(xp, share_b, parts["output_b"])
+        # O_a − output = w_b (O_a − O_b), which keeps its digits where w_b is small
+        apart = astype(parts["output_a"], dtype) - astype(parts["output_b"], dtype)
+        apart = xp.sum(upstream * _selected(xp, xp.minimum(share_a, share_b), apart), axis=-1)
         gradients = []
-        for name, share in (("a", share_a), ("b", share_b)):
+        for name, share, lever in (("a", share_a, share_b * apart), ("b", share_b, -share_a * apart)):
             output, lse = parts[f"output_{name}"], parts[f"lse_{name}"]
-            apart = xp.sum(upstream * _selected(xp, share, astype(output, dtype) - merged), axis=-1)
             gradients.append(astype(_times(xp, share, upstream), output.dtype))
-            gradients.append(astype(xp.where(share == 0, 0, share * (upstream_lse + apart)), lse.dtype))
+            gradients.append(astype(xp.where(share == 0, 0, share * (upstream_lse + lever)), lse.dtype))
         grad_output_a, grad_lse_a, grad_output_b, grad_lse_b = gradients
         return grad_output_a, grad_lse_a, grad_output_b, grad_lse_b
 

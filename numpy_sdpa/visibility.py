@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numpy_sdpa._internal.namespace import Array, arange
+from numpy_sdpa._internal.namespace import Array, arange, real_part
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile
 
@@ -50,6 +50,8 @@ def visible_in(options: Options, tile: Tile, bias: Array | None) -> Array | None
     `bias` is the tile's part of the bias: its −∞ entries mask. The last two axes of the result are whole.
     """
     visible = None
+    if tile.shape[1] == 0:  # a row without columns sees nothing, and only a mask can say so
+        visible = key_positions(options, tile.columns) < 0
     for rule in _rules(options, tile, bias):
         visible = rule if visible is None else visible & rule
     if visible is None or visible.shape[-2:] == tile.shape:
@@ -62,7 +64,7 @@ def _rules(options: Options, tile: Tile, bias: Array | None) -> Iterator[Array]:
     if options.mask is not None:
         yield slice_tile(options.mask, tile.rows, tile.columns)
     if bias is not None:
-        yield bias != -options.xp.inf
+        yield real_part(options.xp, bias) != -options.xp.inf
     yield from _band(options, tile)
     if not _within(tile.rows, options.query_lengths):
         rows = arange(options.xp, tile.rows.start, tile.rows.stop, options.like)

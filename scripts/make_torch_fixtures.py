@@ -345,9 +345,7 @@ def write() -> None:
             fixture, oracles = compute(case)
             records[case.name] = fixtures.to_record(fixture)
             digest = fixtures.sha256(fixture.inputs, fixture.directions)
-            entries.append(
-                {"family": family, **fixtures.describe(case), "oracles": oracles, "sha256": digest}
-            )
+            entries.append({"family": family, **fixtures.describe(case), "oracles": oracles, "sha256": digest})
         numpy.savez_compressed(fixtures.FOLDER / f"{family}.npz", **records)
     manifest = {
         "torch": torch.__version__,
@@ -400,9 +398,7 @@ def difference(what: str, new: numpy.ndarray, old: numpy.ndarray) -> float:
     new, old = new[finite].astype(float), old[finite].astype(float)
     largest = float(numpy.max(abs(new - old) / numpy.maximum(1, abs(old)), initial=0))
     if largest > REPRODUCTION:
-        raise SystemExit(
-            f"{what}: differs from what is stored by {largest:.1e}, more than {REPRODUCTION:.0e}"
-        )
+        raise SystemExit(f"{what}: differs from what is stored by {largest:.1e}, more than {REPRODUCTION:.0e}")
     return largest
 
 

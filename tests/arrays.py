@@ -201,9 +201,7 @@ def why_no_gpu() -> str | None:
             import cupy
         except ImportError as error:
             return f"cupy cannot be imported: {error}"
-        return (
-            None if cupy.cuda.is_available() else "cupy is installed, but cupy.cuda.is_available() is false"
-        )
+        return None if cupy.cuda.is_available() else "cupy is installed, but cupy.cuda.is_available() is false"
 
 
 def skip_without_gpu() -> None:

@@ -114,9 +114,7 @@ def make(case: Case, seed: int = 0) -> Inputs:
         query=draw("query", Array(case.query, "normal")),
         key=draw("key", Array(case.key, "normal")),
         value=draw("value", Array(case.value, "normal")),
-        options={
-            name: draw(name, option) if isinstance(option, Array) else option for name, option in case.options
-        },
+        options={name: draw(name, option) if isinstance(option, Array) else option for name, option in case.options},
         upstream={name: draw(name, Array(upstream_shapes[name], "normal")) for name in case.upstream},
     )
 
@@ -170,6 +168,14 @@ def _sinks_with_minus_inf(rng: numpy.random.Generator, shape: Shape, case: Case)
     return numpy.where(first_head, -numpy.inf, rng.standard_normal(shape))
 
 
+def _lengths(rng: numpy.random.Generator, shape: Shape, whole: int) -> numpy.ndarray:
+    """From 0 to the whole; the last hides one position, so that no case hides them all."""
+    lengths = numpy.array(rng.integers(0, whole + 1, shape))
+    if lengths.size:
+        lengths.flat[-1] = max(whole - 1, min(whole, 1))
+    return lengths
+
+
 # How each kind of array is filled. Lengths reach from 0 to the whole, ids of query segments go past
 # those of the keys (so that some queries see nothing), slopes keep distances of a few keys at logits of
 # order 1, offsets reach past both ends.
@@ -179,8 +185,8 @@ FILLS: dict[str, Callable[[numpy.random.Generator, Shape, Case], Any]] = {
     "integer mask": lambda rng, shape, case: _mask(rng, shape, case) * rng.integers(1, 4, shape),
     "float mask": lambda rng, shape, case: _mask(rng, shape, case).astype(float),
     "bias": _bias,
-    "query_lengths": lambda rng, shape, case: rng.integers(0, case.query[-2] + 1, shape),
-    "key_lengths": lambda rng, shape, case: rng.integers(0, case.key[-2] + 1, shape),
+    "query_lengths": lambda rng, shape, case: _lengths(rng, shape, case.query[-2]),
+    "key_lengths": lambda rng, shape, case: _lengths(rng, shape, case.key[-2]),
     "query_segments": lambda rng, shape, case: rng.integers(0, 3, shape),
     "key_segments": lambda rng, shape, case: rng.integers(0, 2, shape),
     "query_offset": lambda rng, shape, case: rng.integers(-2, 4, shape),
@@ -263,6 +269,7 @@ FORMS: dict[str, Callable[[Sizes], Options]] = {
     "offset negative": lambda n: {"is_causal": True, "query_offset": -2},
     "window left": lambda n: {"window": (1, None)},
     "window right": lambda n: {"window": (None, 0)},
+    "window wide": lambda n: {"window": (2, 1)},
     "window of one": lambda n: {"window": (0, 0)},
     "window causal": lambda n: {"window": (2, 2), "is_causal": True},
     "window at lower_right": lambda n: {"window": (1, 0), "alignment": "lower_right"},
@@ -339,7 +346,7 @@ def _pairs() -> tuple[Case, ...]:
 MOST = [
     "mask",
     "bias",
-    "window",
+    "window wide",
     "lower_right",
     "key_lengths",
     "sinks",
@@ -452,8 +459,7 @@ class NumpyChooser(Chooser):
 def random_cases(count: int, seed: int) -> tuple[Case, ...]:
     """Random option combinations at sizes of at least 1, for suites that store results."""
     return tuple(
-        random_case(NumpyChooser([seed, number]), f"random {seed}/{number}", smallest=1)
-        for number in range(count)
+        random_case(NumpyChooser([seed, number]), f"random {seed}/{number}", smallest=1) for number in range(count)
     )
 
 

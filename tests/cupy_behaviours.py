@@ -66,9 +66,7 @@ REFUSED = {
     "maximum of a numpy array": Behaviour(lambda xp: xp.maximum(matrix(xp), np.ones(3, "f4")), TypeError),
     "exp of a numpy array": Behaviour(lambda xp: xp.exp(np.ones(3)), TypeError),
     "exp of a list": Behaviour(lambda xp: xp.exp([1.0, 2.0]), TypeError),
-    "where of a numpy array": Behaviour(
-        lambda xp: xp.where(matrix(xp) > 2, matrix(xp), np.ones(3)), TypeError
-    ),
+    "where of a numpy array": Behaviour(lambda xp: xp.where(matrix(xp) > 2, matrix(xp), np.ones(3)), TypeError),
     "where of a bool": Behaviour(lambda xp: xp.where(True, matrix(xp), 0), AttributeError),
     "out of another module": Behaviour(lambda xp: xp.exp(matrix(xp), out=np.empty((2, 3), "f4")), TypeError),
     "concatenate with a number": Behaviour(lambda xp: xp.concatenate([matrix(xp), 1.0]), TypeError),
@@ -131,9 +129,7 @@ GIVEN = {
     "the integer product": Behaviour(lambda xp: matrix(xp, "i4") @ matrix(xp, "i4").mT),
     "a broadcast product": Behaviour(lambda xp: matrix(xp)[None, None] @ xp.ones((2, 1, 3, 2), "f4")),
     "a product over an empty axis": Behaviour(lambda xp: xp.ones((2, 0)) @ xp.ones((0, 3))),
-    "matmul with out=": Behaviour(
-        lambda xp: xp.matmul(matrix(xp), matrix(xp).mT, out=xp.empty((2, 2), "f4"))
-    ),
+    "matmul with out=": Behaviour(lambda xp: xp.matmul(matrix(xp), matrix(xp).mT, out=xp.empty((2, 2), "f4"))),
     "complex tanh": Behaviour(lambda xp: xp.tanh(matrix(xp, "c16") / 8)),
     "0/0 and log 0 do not warn": Behaviour(lambda xp: xp.log(xp.zeros(2)) + xp.zeros(2) / xp.zeros(2)),
     "exp that overflows": Behaviour(lambda xp: xp.exp(matrix(xp) * 1000)),

@@ -87,8 +87,7 @@ def from_record(case: Case, record: numpy.ndarray) -> Fixture:
         return {name.partition(".")[2]: record[name] for name in names}
 
     options = {
-        name: record[f"options.{name}"] if isinstance(option, Array) else option
-        for name, option in case.options
+        name: record[f"options.{name}"] if isinstance(option, Array) else option for name, option in case.options
     }
     inputs = Inputs(record["query"], record["key"], record["value"], options, group("upstream"))
     return Fixture(

@@ -66,9 +66,7 @@ def forward(query, key, value, mask=None, **options) -> Forward:
     return Attention(query, key, value, mask, **options).forward()
 
 
-def backward(
-    grad_output, query, key, value, mask=None, *, grad_lse=None, grad_weights=None, **options
-) -> Gradients:
+def backward(grad_output, query, key, value, mask=None, *, grad_lse=None, grad_weights=None, **options) -> Gradients:
     """Gradients of ⟨grad_output, output⟩ + ⟨grad_lse, lse⟩ + ⟨grad_weights, weights⟩; None stands for 0."""
     return Attention(query, key, value, mask, **options).backward(grad_output, grad_lse, grad_weights)
 

@@ -6,6 +6,7 @@ import cases
 import loops
 import numpy as np
 import pytest
+from arrays import CUPY, CUPY_STANDIN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from results import assert_same_bits
@@ -16,7 +17,7 @@ from test_poison import make as make_poison_case
 import numpy_sdpa
 from numpy_sdpa import blockwise
 from numpy_sdpa._internal.options import resolve
-from numpy_sdpa.blockwise import folded, parts, slabs, tiles
+from numpy_sdpa.blockwise import folded, forward, parts, slabs, tiles
 
 # float64 on both sides; sums here have at most a few dozen terms of order 1, in another order.
 TOLERANCE = 1e-12
@@ -99,21 +100,25 @@ LONG = {
     "sinks": {"sinks": np.array([1.0, -np.inf, 300.0, -300.0])},
     "softcap, alibi": {"softcap": 2.0, "alibi_slopes": np.array([0.1, 0.2, 0.01, 0.0])},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 5},
-    "bias": {"bias": "drawn"},
-    "mask": {"mask": "drawn"},
+    "bias": {"bias": "drawn for keys"},
+    "bias of rows": {"bias": "drawn for rows"},
+    "mask": {"mask": "drawn for pairs"},
 }
 
 
 def long_inputs(rows, columns, options, dtype=np.float64):
-    """Arguments of `run` at these sizes; "drawn" options are drawn."""
+    """Arguments of `run` at these sizes; options that say so are drawn."""
     rng = np.random.default_rng(rows)
     key_heads = 2 if options.get("enable_gqa") else 4
     query, grad_output = (rng.standard_normal((4, rows, 16)).astype(dtype) for _ in range(2))
     key, value = (rng.standard_normal((key_heads, columns, 16)).astype(dtype) for _ in range(2))
-    drawn = {"bias": rng.standard_normal(columns), "mask": rng.random((4, rows, columns)) < 0.5}
+    drawn = {
+        "drawn for keys": rng.standard_normal(columns),
+        "drawn for rows": rng.standard_normal((rows, 1)),
+        "drawn for pairs": rng.random((4, rows, columns)) < 0.5,
+    }
     options = {
-        name: drawn[name] if isinstance(option, str) and option == "drawn" else option
-        for name, option in options.items()
+        name: drawn.get(option, option) if isinstance(option, str) else option for name, option in options.items()
     }
     options |= {name: options[name].astype(dtype) for name in options.keys() & {"sinks", "alibi_slopes", "bias"}}
     return query, key, value, options, {"grad_output": grad_output, "grad_lse": rng.standard_normal((4, rows))}
@@ -135,6 +140,17 @@ def test_results_do_not_depend_on_workers(name):
     expected = run(query, key, value, {**options, "workers": 1}, upstream)
     for workers in (2, 5, 2):
         assert_same_bits(run(query, key, value, {**options, "workers": workers}, upstream), expected)
+
+
+def test_long_rows_are_cut_into_pieces_where_there_are_few_blocks_of_them():
+    """So that a decoder's one token keeps every thread busy."""
+    blocks = [slice(start, start + 10) for start in range(0, 400, 10)]
+    pieces = forward._pieces(blocks, row_blocks=2)
+    assert [block for piece in pieces for block in piece] == blocks
+    assert len(pieces) == 8
+    assert forward._pieces(blocks, row_blocks=16) == [blocks]
+    assert forward._pieces(blocks[:2], row_blocks=1) == [blocks[:2]]
+    assert forward._pieces([], row_blocks=1) == [[]]
 
 
 # ---- exactness
@@ -440,10 +456,9 @@ def test_what_needs_the_weights_names_dense():
 # ---- CuPy
 
 
+@pytest.mark.parametrize("array_module", [CUPY_STANDIN, CUPY], indirect=True, ids=repr)
 @pytest.mark.parametrize("case", cases.ALONE + cases.SHAPES, ids=str)
 def test_cupy(case, array_module):
-    if array_module.name not in ("cupy", "cupy_standin"):
-        pytest.skip("NumPy is tested above, and blockwise knows no third module")
     inputs = cases.make(case)
 
     def converted(named):

@@ -15,6 +15,7 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 # Files, and folders, where NumPy may do the arithmetic.
 NUMPY_ONLY = {
     "plain.py": "attention for a newcomer, in NumPy",
+    "benchmark.py": "measures NumPy",
     "blockwise/folded.py": "the fast form of the plain tile, for NumPy",
     "blockwise/workers.py": "threads and scratch memory, for NumPy",
     "_internal/options.py": "lengths, offsets and numbers of Python or NumPy are checked on the host",

@@ -23,7 +23,9 @@ FLOORS = [
     ["chain"],
     ["merge", "dense", "blockwise"],
     ["attention", "heads"],
-    ["jacobians", "varlen", "distributed", "verify", "why_scale"],
+    ["jacobians", "varlen", "verify", "why_scale", "benchmark", "distributed"],
+    ["kernelcheck"],
+    ["why_scale_figure"],
     ["__init__"],
     ["cli", "__main__"],
 ]

@@ -99,6 +99,16 @@ def test_nothing_overflows(shift):
     np.testing.assert_allclose(got[1], expected[1] + shift, rtol=1e-12)
 
 
+def test_a_small_share_keeps_its_digits():
+    """g_lse = ±w_a w_b ⟨gO, O_a − O_b⟩: with w_b = 2e-9 the difference from the merged output would be rounding."""
+    output_a, output_b = np.float32([[3.0, -7.0]]), np.float32([[2.5, 1.0]])
+    lse_a, lse_b, upstream = np.float32([20.0]), np.float32([0.0]), np.float32([[1.5, 4.0]])
+    _, grad_lse_a, _, grad_lse_b = merge_attention_backward(upstream, None, output_a, lse_a, output_b, lse_b)
+    expected = (upstream * (output_a - output_b)).sum() / (2 + 2 * np.cosh(20.0))
+    np.testing.assert_allclose(grad_lse_a, [expected], rtol=1e-6)
+    np.testing.assert_allclose(grad_lse_b, [-expected], rtol=1e-6)
+
+
 def test_one_upstream_gradient_may_be_missing():
     arrays = parts(6)
     zeros, zeros_lse = np.zeros_like(arrays[0]), np.zeros_like(arrays[1])

@@ -11,7 +11,7 @@ from cupy_standin import synchronisations
 import numpy_sdpa
 from numpy_sdpa import steps
 
-CASES = cases.ALONE + cases.SHAPES
+CASES = cases.ALL
 # JAX compiles each operation anew for each shape and dtype, some five seconds a case: it gets two, one half
 # precision, and most options under jit.
 FOR_JAX = frozenset({"bare", "S = 0", "bfloat16"})
@@ -22,10 +22,7 @@ RESIDUALS = (
 
 
 def converted(module, named):
-    return {
-        name: module.to_module(value) if isinstance(value, np.ndarray) else value
-        for name, value in named.items()
-    }
+    return {name: module.to_module(value) if isinstance(value, np.ndarray) else value for name, value in named.items()}
 
 
 def first_and_second_order(module, case):
@@ -129,9 +126,7 @@ def test_the_dtypes_of_results(array_module, dtype):
     output, residuals = numpy_sdpa.sdpa_forward(query, key, value, bias=bias)
     gradients = numpy_sdpa.sdpa_backward(grad_output, residuals)
     assert output.dtype == query.dtype
-    assert {g.dtype for g in (gradients.query, gradients.key, gradients.value, gradients.bias)} == {
-        query.dtype
-    }
+    assert {g.dtype for g in (gradients.query, gradients.key, gradients.value, gradients.bias)} == {query.dtype}
     assert "float32" in str(residuals.lse.dtype)
     array_module.assert_same_module_and_device((output, residuals.lse, *gradients), query)
 

@@ -6,7 +6,7 @@ not share is here and nowhere else: how the module is found, dtypes and devices,
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def array_namespace(arrays: Mapping[str, Array]) -> Namespace:
 
 
 def _module_of(name: str, array: Array) -> Namespace:
-    if isinstance(array, np.ndarray | np.generic):
+    if isinstance(array, (np.ndarray, np.generic)):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
                 f"{name} is a numpy.ma.MaskedArray, whose mask would be ignored: "
@@ -57,9 +57,12 @@ def _module_of(name: str, array: Array) -> Namespace:
     )
 
 
+_LISTS_AND_NUMBERS = (list, tuple, bool, int, float, complex)
+
+
 def from_list(name: str, value: Any) -> Array:
     """Lists, tuples and Python numbers become NumPy arrays; everything else is returned as it is."""
-    if not isinstance(value, list | tuple | bool | int | float | complex):
+    if not isinstance(value, _LISTS_AND_NUMBERS):
         return value
     try:
         array = np.asarray(value)
@@ -83,6 +86,11 @@ def dtype_kind(xp: Namespace, dtype: DType) -> str:
         if xp.isdtype(dtype, name):
             return kind
     return "?"
+
+
+def real_part(xp: Namespace, array: Array) -> Array:
+    """What complex numbers are compared by, so that a complex step takes the branch of the real computation."""
+    return xp.real(array) if dtype_kind(xp, array.dtype) == "c" else array
 
 
 def dtype_name(dtype: DType) -> str:
@@ -111,6 +119,14 @@ def astype(array: Array, dtype: DType) -> Array:
     if array.dtype == dtype:
         return array
     return array.astype(dtype) if hasattr(array, "astype") else array.__array_namespace__().astype(array, dtype)
+
+
+def operand(xp: Namespace, array: Array, dtype: DType) -> Array:
+    """The array in this dtype, in C order, aligned: how the caller's lies in memory must not decide a sum's order."""
+    if xp is np:
+        array = np.asarray(array, dtype=dtype, order="C")
+        return array if array.flags.aligned else array.copy()
+    return xp.asarray(array, dtype=dtype, order="C") if is_cupy(xp) else astype(array, dtype)
 
 
 def owned(array: Array) -> Array:
@@ -146,9 +162,7 @@ def is_traced(*arrays: Array) -> bool:
 
 def computing(xp: Namespace, like: Array) -> AbstractContextManager:
     """Where the arithmetic runs: on the device of `like`; infinities and NaN are results, not warnings."""
-    if xp is np:
-        return np.errstate(all="ignore")
-    return like.device if is_cupy(xp) else nullcontext()
+    return like.device if is_cupy(xp) else np.errstate(all="ignore")  # array_api_strict, too, computes by NumPy
 
 
 class ValueChecks:

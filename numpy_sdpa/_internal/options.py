@@ -153,16 +153,27 @@ def resolve(
     for name, array in arrays.items():
         if array is None:
             raise TypeError(f"{name} must be an array, got None")
-    arrays |= {name: given.get(name) for name in ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")}
-    number_like = {name: given[name] for name in ("scale", "softcap") if hasattr(given.get(name), "shape")}
+    arrays |= {name: given[name] for name in _OPTIONAL_ARRAYS if name in given}
     numbers = {name: array for name, array in arrays.items() if isinstance(array, float)}
     arrays = {name: from_list(name, array) for name, array in arrays.items() if name not in numbers}
-    of_numpy = (np.generic, np.ndarray)  # a NumPy number goes with every module
-    xp = array_namespace(arrays | {n: a for n, a in number_like.items() if not isinstance(a, of_numpy)})
+    xp = array_namespace(arrays | _array_numbers(given))
     with computing(xp, arrays.get("query")):
         for name, number in numbers.items():  # a Python number takes the dtype of the arrays
             arrays[name] = asarray(xp, number, getattr(arrays.get("query"), "dtype", None), arrays.get("query"))
-        return _Door(xp, arrays, given).resolve()
+        return _Door(xp, dict.fromkeys(_OPTIONAL_ARRAYS) | arrays, given).resolve()
+
+
+_OPTIONAL_ARRAYS = ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")
+
+
+def _array_numbers(given: dict[str, Any]) -> dict[str, Array]:
+    """scale and softcap where they are arrays. NumPy's numbers go with every module."""
+    numbers = {name: given[name] for name in ("scale", "softcap") if name in given}
+    return {
+        name: number
+        for name, number in numbers.items()
+        if hasattr(number, "shape") and not isinstance(number, (np.generic, np.ndarray))
+    }
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

@@ -12,17 +12,14 @@ from numpy_sdpa.blockwise import folded, running
 from numpy_sdpa.blockwise.parts import (
     Results,
     RowStatistics,
-    counted_from,
     inputs_of_slab,
     operands_of_tile,
-    plain_keys,
-    sees_some,
     workers_of,
 )
 from numpy_sdpa.blockwise.progress import Progress
 from numpy_sdpa.blockwise.running import Rows
 from numpy_sdpa.blockwise.slabs import Slab
-from numpy_sdpa.blockwise.tiles import Grid, grid_of, in_groups, seen_tiles
+from numpy_sdpa.blockwise.tiles import Grid, counted_from, grid_of, in_groups, seen_tiles
 from numpy_sdpa.blockwise.workers import Buffers, OnceEach, blas
 from numpy_sdpa.chain import Differentiable
 from numpy_sdpa.residuals import Upstream
@@ -141,14 +138,14 @@ class Backward:
         slab, inputs, grid = self._slabs[number], self._inputs[number], self._grids[number]
         if self._output is not None:
             self._add_row_dots(slab, grid, self._output)
-        keys = plain_keys(slab.options, inputs)
+        keys = folded.plain_keys(slab.options, inputs)
         if keys is None:
             return None
         every_row = slice(0, slab.options.query_length)
         rows = folded.is_foldable(inputs.query, self._rows_of(number, every_row), slab.options.compute_dtype)
         if keys.is_spoilt is not None:
             for block in grid.row_blocks:
-                rows[:, block] &= ~sees_some(slab.options, block, grid.column_blocks, keys.is_spoilt)
+                rows[:, block] &= ~folded.sees_some(slab.options, block, grid.column_blocks, keys.is_spoilt)
         return _Plain(keys, rows)
 
     def _add_row_dots(self, slab: Slab, grid: Grid, output: Array) -> None:
@@ -231,7 +228,7 @@ class Backward:
         sees_nothing = of_rows.row_sum[..., 0] == 0
         if (is_foldable | sees_nothing).all():
             return grad_query
-        return np.where(is_foldable[..., None], grad_query, self._running(block, ~is_foldable, small))
+        return self._options.xp.where(is_foldable[..., None], grad_query, self._running(block, ~is_foldable, small))
 
     def _running(self, block: "_Block", among: np.ndarray | None, small: _SmallGradients) -> Array:
         """The same by the steps, for all rows of the block or those where `among` (heads, rows) is True."""
@@ -243,7 +240,7 @@ class Backward:
             rows, columns = counted_from(tile.rows, block.rows), counted_from(tile.columns, block.columns)
             if among is not None:  # the others see nothing here
                 visible = among[:, rows, None] & (True if visible is None else visible)
-                visible = np.broadcast_to(visible, (len(among), *tile.shape))
+                visible = xp.broadcast_to(visible, (len(among), *tile.shape))
             operands, view = operands_of_tile(slab.options, inputs, tile, visible)
             grads, grad_value = running.backward_of_tile(of_rows.part(rows), operands, view)
             grad_query[..., rows, :] += grads.query

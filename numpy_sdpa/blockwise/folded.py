@@ -9,7 +9,7 @@ It is the steps of the chain in another arrangement:
 - backward, 1 / row_sum is multiplied into the rows of gO, and D is one more column of them:
   [gO, −D] / row_sum · [V, 1]ᵀ = (gP − D) / row_sum, whose product with exp(S) is gS.
 
-Sums over keys are products with a column of ones, which BLAS does three times as fast as a reduction.
+A row's sum is one more column of its product with the values: [exp(S) V, row_sum] = exp(S) [V, 1].
 
 Whether a row is folded depends on that row and on keys that it sees alone: what is hidden changes no bit of it. So keys
 that could spoil a product (not finite, or huge) count as 0 here, and the rows that see one are left to the steps.
@@ -23,6 +23,7 @@ import numpy as np
 from numpy_sdpa._internal.namespace import Array, DType
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa.blockwise.running import Partial, Rows
+from numpy_sdpa.blockwise.tiles import counted_from, has_few_rows, seen_tiles
 from numpy_sdpa.blockwise.workers import Buffers
 from numpy_sdpa.chain import Differentiable
 
@@ -52,15 +53,29 @@ def is_plain(options: Options, inputs: Differentiable) -> bool:
         options.xp is np
         and options.compute_dtype in (np.float32, np.float64)
         and all(extra is None for extra in extras)
+        and not has_few_rows(options)  # then looking at the keys would cost as much as using them
     )
 
 
-def usable_keys(key: Array, value: Array, dtype: DType) -> Keys:
+def plain_keys(options: Options, inputs: Differentiable) -> Keys | None:
+    """The slab's keys and values for its folded tiles; None where its tiles are not folded."""
+    if not is_plain(options, inputs):
+        return None
+    key, value, dtype = inputs.key, inputs.value, options.compute_dtype
     usable = _has_moderate_rows(key, dtype) & _has_moderate_rows(value, dtype)
     if usable.all():
         return Keys(key, value, None)
     zero = np.zeros((), dtype)
     return Keys(np.where(usable[..., None], key, zero), np.where(usable[..., None], value, zero), ~usable[0])
+
+
+def sees_some(options: Options, rows: slice, column_blocks: list[slice], keys: np.ndarray) -> np.ndarray:
+    """(heads, rows): which rows of a block see one of the keys that are True in (S,)."""
+    sees = np.zeros((options.plane[-3], rows.stop - rows.start), dtype=bool)
+    for tile, visible in seen_tiles(options, rows, column_blocks, None):
+        some = keys[tile.columns]
+        sees[:, counted_from(tile.rows, rows)] |= some.any() if visible is None else (visible & some).any(axis=-1)
+    return sees
 
 
 def _has_moderate_rows(array: Array, dtype: DType) -> np.ndarray:
@@ -140,34 +155,39 @@ class ForwardRows:
         count = self._heads * rows
         self._query = _fold_into(buffers.take("query", (count, size), dtype), query)
         np.multiply(self._query, scale, out=self._query)
-        self._sums = buffers.take("sums", (count, value_size), dtype)
-        self._row_sum = buffers.take("row sum", (count, 1), dtype)
+        self._sums = buffers.take("sums and row sum", (count, value_size + 1), dtype)
         self._sees = np.zeros((self._heads, rows), dtype=bool)
         self._sums[:] = 0
-        self._row_sum[:] = 0
 
     def add(self, rows: slice, visible: Array | None, key: Array, value: Array) -> None:
         """`rows` counts from the block's first; `key` and `value` are the tile's, (columns, X)."""
         take, dtype = self._buffers.take, self._dtype
         folded = _folded_range(rows, self._heads)
         key = _product_operand(key, dtype, "key", self._buffers)
-        value = _product_operand(value, dtype, "value", self._buffers)
-        sums, row_sum = self._sums[folded], self._row_sum[folded]
+        sums = self._sums[folded]
         weights = _exponentials(self._query[folded], key, visible, self._heads, self._buffers)
-        np.add(sums, np.matmul(weights, value, out=take("sums of tile", sums.shape, dtype)), out=sums)
-        ones = self._buffers.ones(len(key), dtype)
-        np.add(row_sum, np.matmul(weights, ones, out=take("row sum of tile", row_sum.shape, dtype)), out=row_sum)
+        product = np.matmul(weights, _and_one(value, dtype, self._buffers), out=take("product", sums.shape, dtype))
+        np.add(sums, product, out=sums)
         self._sees[:, rows] |= True if visible is None else visible.any(axis=-1)
 
     def finish(self) -> tuple[Partial, np.ndarray]:
         """The sums, views of buffers that the next block overwrites; and for which rows they are right."""
-        row_sum = unfold_rows(self._row_sum, self._heads)
-        partial = Partial(unfold_rows(self._sums, self._heads), row_sum, np.zeros_like(row_sum))
+        sums = unfold_rows(self._sums, self._heads)
+        row_sum = sums[..., -1:]
+        partial = Partial(sums[..., :-1], row_sum, np.zeros_like(row_sum))
         largest = math.exp(LARGEST_LSE)
         is_right = (row_sum[..., 0] >= 1 / largest) & (row_sum[..., 0] <= largest)
         if not math.isfinite(_sum_of_squares(self._sums)):
             is_right &= np.isfinite(partial.sums).all(axis=-1)
         return partial, is_right | ~self._sees
+
+
+def _and_one(value: Array, dtype: DType, buffers: Buffers) -> np.ndarray:
+    """[V, 1] in the compute dtype, (columns, Ev + 1)."""
+    value_and_one = buffers.take("values and one", (len(value), value.shape[1] + 1), dtype)
+    np.copyto(value_and_one[:, :-1], value, casting="same_kind")
+    value_and_one[:, -1] = 1
+    return value_and_one
 
 
 class Columns:
@@ -176,9 +196,7 @@ class Columns:
     def __init__(self, key: Array, value: Array, dtype: DType, buffers: Buffers) -> None:
         """`key`, `value`: (columns, X)."""
         self.key = _product_operand(key, dtype, "keys", buffers)
-        self.value_and_one = buffers.take("values and one", (len(value), value.shape[1] + 1), dtype)
-        np.copyto(self.value_and_one[:, :-1], value, casting="same_kind")
-        self.value_and_one[:, -1] = 1
+        self.value_and_one = _and_one(value, dtype, buffers)
 
 
 class BackwardRows:

@@ -10,17 +10,14 @@ from numpy_sdpa._internal.options import Options
 from numpy_sdpa.blockwise import folded, running
 from numpy_sdpa.blockwise.parts import (
     Results,
-    counted_from,
     inputs_of_slab,
     operands_of_tile,
-    plain_keys,
-    sees_some,
     workers_of,
 )
 from numpy_sdpa.blockwise.progress import Progress
 from numpy_sdpa.blockwise.running import Partial
 from numpy_sdpa.blockwise.slabs import Slab
-from numpy_sdpa.blockwise.tiles import grid_of, in_groups, seen_tiles
+from numpy_sdpa.blockwise.tiles import counted_from, grid_of, in_groups, seen_tiles
 from numpy_sdpa.blockwise.workers import Buffers, OnceEach, blas
 from numpy_sdpa.chain import Differentiable
 
@@ -59,7 +56,7 @@ class _Forward:
         self._join_pieces(tasks, partials)
 
     def _look_at_keys(self, number: int) -> folded.Keys | None:
-        return plain_keys(self._slabs[number].options, self._inputs[number])
+        return folded.plain_keys(self._slabs[number].options, self._inputs[number])
 
     def _tasks(self) -> list[_RowTask]:
         """Blocks of rows, the last first: under a causal mask they are the longest."""
@@ -88,7 +85,7 @@ class _Forward:
         if is_right.all():
             return partial
         right, other = is_right[..., None], _running_rows(slab, inputs, task, self._options)
-        return Partial(*(np.where(right, *pair) for pair in zip(partial, other, strict=True)))
+        return Partial(*(self._options.xp.where(right, *pair) for pair in zip(partial, other, strict=True)))
 
     def _join_pieces(self, tasks: list[_RowTask], partials: list[Partial | None]) -> None:
         xp = self._options.xp
@@ -131,7 +128,7 @@ def _folded_rows(
         block.add(rows, visible, keys.key[0, tile.columns], keys.value[0, tile.columns])
     partial, is_right = block.finish()
     if keys.is_spoilt is not None:
-        is_right &= ~sees_some(slab.options, task.rows, task.column_blocks, keys.is_spoilt)
+        is_right &= ~folded.sees_some(slab.options, task.rows, task.column_blocks, keys.is_spoilt)
     return partial, is_right
 
 

@@ -7,10 +7,8 @@ import numpy as np
 from numpy_sdpa import chain
 from numpy_sdpa._internal.namespace import Array, astype, computing
 from numpy_sdpa._internal.options import Options
-from numpy_sdpa.blockwise import folded
 from numpy_sdpa.blockwise.running import shift_dtype
 from numpy_sdpa.blockwise.slabs import Slab
-from numpy_sdpa.blockwise.tiles import has_few_rows, seen_tiles
 from numpy_sdpa.blockwise.workers import Workers, default_workers
 from numpy_sdpa.chain import Differentiable
 from numpy_sdpa.visibility import Tile
@@ -74,27 +72,6 @@ def inputs_of_slab(slab: Slab, arrays: Differentiable) -> Differentiable:
         sinks=slab.per_head(arrays.sinks),
         alibi_slopes=slab.per_head(arrays.alibi_slopes),
     )
-
-
-def plain_keys(options: Options, inputs: Differentiable) -> folded.Keys | None:
-    """The slab's keys and values for its folded tiles; None where its tiles are not folded."""
-    if not folded.is_plain(options, inputs) or has_few_rows(options):
-        return None  # where rows are few, looking at the keys would cost as much as using them
-    return folded.usable_keys(inputs.key, inputs.value, options.compute_dtype)
-
-
-def sees_some(options: Options, rows: slice, column_blocks: list[slice], keys: np.ndarray) -> np.ndarray:
-    """(heads, rows): which rows of a block see one of the keys that are True in (S,)."""
-    sees = np.zeros((options.plane[-3], rows.stop - rows.start), dtype=bool)
-    for tile, visible in seen_tiles(options, rows, column_blocks, None):
-        some = keys[tile.columns]
-        sees[:, counted_from(tile.rows, rows)] |= some.any() if visible is None else (visible & some).any(axis=-1)
-    return sees
-
-
-def counted_from(part: slice, whole: slice) -> slice:
-    """`part`, counted from the start of `whole`."""
-    return slice(part.start - whole.start, part.stop - whole.start)
 
 
 def operands_of_tile(

@@ -70,3 +70,8 @@ def seen_tiles(
             yield tile, None
         elif visible.any():
             yield tile, visible
+
+
+def counted_from(part: slice, whole: slice) -> slice:
+    """`part`, counted from the start of `whole`."""
+    return slice(part.start - whole.start, part.stop - whole.start)

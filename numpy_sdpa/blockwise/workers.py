@@ -170,7 +170,7 @@ class Workers:
 class _BLAS:
     """BLAS on one thread while a call computes, and afterwards as it was.
 
-    Of calls at the same time the first sets it back, since only the thread that has limited a BLAS can: the others go on
+    Of calls at the same time the first sets it back, since only the thread that limited BLAS can: the others go on
     with however many threads it has then, slower but right.
     """
 

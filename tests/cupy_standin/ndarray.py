@@ -315,9 +315,7 @@ def _host_index(array, index):
         check_device(array)
     if not any(item is Ellipsis for item in index):
         index = (*index, Ellipsis)
-    return tuple(
-        _host_slice(item) if isinstance(item, slice) else calls.unwrap(item) for item in index
-    ), selects
+    return tuple(_host_slice(item) if isinstance(item, slice) else calls.unwrap(item) for item in index), selects
 
 
 def _host_slice(item):
