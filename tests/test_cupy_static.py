@@ -25,6 +25,12 @@ NUMPY_ONLY = {
     "cli/": "reads files and prints",
     "verify.py": "checks this machine's results in NumPy",
     "data/": "ships NumPy's files",
+    "why_scale.py": "an experiment in NumPy",
+    "why_scale_figure.py": "draws it",
+    "distributed/arguments.py": "checks lengths and offsets on the host, where the graph is built",
+    "distributed/graph.py": "lays out tasks on the host",
+    "distributed/plan.py": "places of chunks, on the host",
+    "distributed/tasks.py": "stand-ins that have a shape and a dtype only",
 }
 # In the one file that tells modules apart: what CuPy never gets to.
 OTHER_MODULES = {
