@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from numpy_sdpa import dense
+from numpy_sdpa import blockwise, dense
 from numpy_sdpa._internal.namespace import (
     Array,
     array_namespace,
@@ -103,8 +103,8 @@ def scaled_dot_product_attention(
     """
     if options.get("method") == "blockwise":
         raise ValueError('method="blockwise" makes no attention weights: use method="dense", or attention(…)')
-    residuals = _forward(query, key, value, mask, options)
-    return _rounded(residuals), residuals.weights
+    output, residuals = _forward(query, key, value, mask, options)
+    return output, residuals.weights
 
 
 def attention(
@@ -116,7 +116,7 @@ def attention(
     -------
     output : array (B…, Hq, L, Ev), in ``result_type(query, key, value)``
     """
-    return _rounded(_forward(query, key, value, mask, options))
+    return _forward(query, key, value, mask, options)[0]
 
 
 def sdpa_forward(
@@ -130,8 +130,7 @@ def sdpa_forward(
     residuals : SDPAResiduals
         Every array of the forward pass under its name, in the compute dtype.
     """
-    residuals = _forward(query, key, value, mask, options)
-    output = _rounded(residuals)
+    output, residuals = _forward(query, key, value, mask, options)
     if output is residuals.output:
         # in-place work on the output, as `output += …`, must not reach what the backward reads
         with computing(residuals.options.xp, residuals.options.like):
@@ -181,7 +180,7 @@ def sdpa_backward(
     """
     options = residuals.options
     with computing(options.xp, options.like):
-        upstream = _upstream(residuals, grad_output, grad_lse, grad_weights)
+        upstream = checked_upstream(residuals, grad_output, grad_lse, grad_weights)
         return SDPAGradients(*like_inputs(_engine(options).backward(residuals, upstream), residuals, options))
 
 
@@ -265,7 +264,7 @@ def sdpa_double_backward(
     given = Differentiable(query, key, value, bias, sinks, alibi_slopes, scale, softcap)
     options = _dense_only(residuals, "sdpa_double_backward")
     with computing(options.xp, options.like):
-        upstream = _upstream(residuals, grad_output, grad_lse, grad_weights)
+        upstream = checked_upstream(residuals, grad_output, grad_lse, grad_weights)
         gradients, tangents = dense.double_backward(residuals, upstream, _directions(residuals, given))
         upstreams = (
             (grad_output, tangents.output),
@@ -278,22 +277,20 @@ def sdpa_double_backward(
         )
 
 
-def _forward(query: Array, key: Array, value: Array, mask: Array | None, options: AttentionOptions) -> SDPAResiduals:
+def _forward(
+    query: Array, key: Array, value: Array, mask: Array | None, options: AttentionOptions
+) -> tuple[Array, SDPAResiduals]:
+    """The output in the inputs' dtype, rounded once, and the residuals."""
     inputs, resolved = resolve(query, key, value, mask, options)
     with computing(resolved.xp, resolved.like):
-        return _engine(resolved).forward(inputs, resolved)
-
-
-def _rounded(residuals: SDPAResiduals) -> Array:
-    """The output in the inputs' dtype, rounded once."""
-    with computing(residuals.options.xp, residuals.options.like):
-        return owned(astype(residuals.output, residuals.options.output_dtype))
+        residuals = _engine(resolved).forward(inputs, resolved)
+        return owned(astype(residuals.output, resolved.output_dtype)), residuals
 
 
 def _engine(options: Options) -> Any:
     if options.method == "dense":
         return dense
-    raise ValueError('method="blockwise" is not there yet')
+    return blockwise
 
 
 def _dense_only(residuals: SDPAResiduals, function: str) -> Options:
@@ -302,8 +299,8 @@ def _dense_only(residuals: SDPAResiduals, function: str) -> Options:
     return residuals.options
 
 
-def _upstream(
-    residuals: SDPAResiduals, grad_output: Array | None, grad_lse: Array | None, grad_weights: Array | None
+def checked_upstream(
+    residuals: Any, grad_output: Array | None, grad_lse: Array | None, grad_weights: Array | None
 ) -> Upstream:
     """The upstream gradients, checked, in the compute dtype."""
     options = residuals.options
@@ -313,10 +310,9 @@ def _upstream(
         raise ValueError("at least one of grad_output, grad_lse and grad_weights must be given, got three times None")
     if grad_weights is not None and options.method != "dense":
         raise ValueError('grad_weights needs the residuals of method="dense", which keeps the weights')
-    lse_shape = options.plane[:-1]
     return Upstream(
         output=_like(residuals, "grad_output", grad_output, residuals.output.shape),
-        lse=_like(residuals, "grad_lse", grad_lse, lse_shape),
+        lse=_like(residuals, "grad_lse", grad_lse, residuals.lse.shape),
         weights=_like(residuals, "grad_weights", grad_weights, options.plane),
     )
 

@@ -60,10 +60,15 @@ def operands_of(arrays: Any, options: Options) -> Differentiable:
 
 def view_of(options: Options, tile: Tile, bias: Array | None, has_alibi: bool) -> View:
     """What holds in `tile`; `bias` is the tile's part of the bias."""
+    return view_with(options, tile, visible_in(options, tile, bias), has_alibi)
+
+
+def view_with(options: Options, tile: Tile, visible: Array | None, has_alibi: bool) -> View:
+    """What holds in `tile`, where it is known already what is visible there."""
     return View(
         xp=options.xp,
         group=options.group,
-        visible=visible_in(options, tile, bias),
+        visible=visible,
         distance=astype(alibi_distance(options, tile), options.compute_dtype) if has_alibi else None,
         kept=kept_in(options, tile),
         dropout_p=options.dropout.p if options.dropout else 0.0,
@@ -234,6 +239,11 @@ def rows_that_see(xp: Namespace, array: Array, visible: Array | None) -> Array:
     if visible is None:
         return array
     return xp.where(xp.any(visible, axis=-1, keepdims=True), array, 0)
+
+
+def over_rows(xp: Namespace, grad_sinks: Array | None) -> Array | None:
+    """(…, Hq, L, 1) → (…, Hq): every row of a head has the same sink."""
+    return None if grad_sinks is None else xp.sum(grad_sinks, axis=(-2, -1))
 
 
 def like_inputs(gradients: Differentiable, arrays: Any, options: Options) -> Differentiable:

@@ -6,7 +6,7 @@ Everything is kept, so that it can be looked at. The forward's lines are numbere
 from typing import NamedTuple
 
 from numpy_sdpa import chain, steps
-from numpy_sdpa._internal.namespace import Array, Namespace
+from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Inputs, Options
 from numpy_sdpa.chain import Differentiable, View
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
@@ -61,7 +61,7 @@ def backward(residuals: SDPAResiduals, upstream: Upstream) -> Differentiable:
     )
     # 1: logits = logits(query, key, …)
     gradients = chain.logits_backward(grad_logits, residuals.scores, operands, view)
-    return gradients._replace(value=grad_value, sinks=_over_rows(xp, grad_sinks))
+    return gradients._replace(value=grad_value, sinks=chain.over_rows(xp, grad_sinks))
 
 
 def jvp(residuals: SDPAResiduals, directions: Differentiable) -> Tangents:
@@ -112,7 +112,7 @@ def double_backward(
     gradients = chain.logits_backward_tangent(
         grad_logits, grad_logits_tangent, residuals.scores, stages.scores, operands, directions, view
     )
-    gradients = gradients._replace(value=grads_tangent.value, sinks=_over_rows(xp, grad_sinks_tangent))
+    gradients = gradients._replace(value=grads_tangent.value, sinks=chain.over_rows(xp, grad_sinks_tangent))
     return gradients, Tangents(output_tangent, softmax.lse, softmax.weights)
 
 
@@ -132,15 +132,4 @@ def _reaching(upstream: Upstream, residuals: SDPAResiduals, view: View) -> tuple
 
 
 def _sink_weight(residuals: SDPAResiduals, sinks: Array | None) -> Array | None:
-    """p_sink = exp(sink − lse), (…, L, 1). A row's sum is 0 only where the sink is −∞."""
-    if sinks is None:
-        return None
-    xp = residuals.options.xp
-    row_sum = residuals.row_sum[..., None]
-    exponential = steps.sink_exponential(xp, sinks, residuals.row_shift[..., None])
-    return exponential / xp.where(row_sum == 0, 1, row_sum)
-
-
-def _over_rows(xp: Namespace, grad_sinks: Array | None) -> Array | None:
-    """(…, Hq, L, 1) → (…, Hq): every row of a head has the same sink."""
-    return None if grad_sinks is None else xp.sum(grad_sinks, axis=(-2, -1))
+    return steps.sink_weight(residuals.options.xp, sinks, residuals.row_shift[..., None], residuals.row_sum[..., None])

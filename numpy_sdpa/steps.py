@@ -19,7 +19,7 @@ docs/derivation.md derives each rule.
 
 from typing import Any, NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, Namespace, astype, dtype_kind
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, dtype_kind, overwrite, real_part
 from numpy_sdpa._internal.shapes import fold_groups, repeat_heads, sum_heads, unfold_groups
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -143,10 +143,19 @@ def scores_backward_tangent(
 # With t = tanh(u) and d = 1 − t²: ∂C/∂S = d and ∂C/∂s = t − u d. Below, the scores of hidden positions must be 0 (they
 # may have been anything, and their gradient is 0): see mask_backward.
 
+# tanh(350) is 1 and 1 − tanh² is 4 e^−700 = 4e-304, nothing beside it in any dtype.
+_SATURATED = 350.0
+
 
 class SoftcapGradients(NamedTuple):
     scores: Array  # (…, rows, columns)
     softcap: Array  # (): summed over the tile
+
+
+class SoftcapSlope(NamedTuple):
+    u: Array
+    t: Array
+    d: Array
 
 
 def softcap_forward(xp: Namespace, scores: Array, softcap: Array) -> Array:
@@ -154,11 +163,25 @@ def softcap_forward(xp: Namespace, scores: Array, softcap: Array) -> Array:
     return softcap * xp.tanh(scores / softcap)
 
 
+def softcap_slope(xp: Namespace, scores: Array, softcap: Array) -> SoftcapSlope:
+    """u = S / s, t = tanh(u), and d = 1 − t² = 4e / (1 + e)² with e = exp(−2 |u|).
+
+    The second form keeps its digits where t rounds to 1. u ends where d is nothing: u d would be ∞ · 0 at a score that
+    overflowed.
+    """
+    u = scores / softcap
+    if dtype_kind(xp, u.dtype) == "c":
+        magnitude = xp.where(xp.real(u) < 0, -u, u)
+    else:
+        u = xp.clip(u, -_SATURATED, _SATURATED)
+        magnitude = xp.abs(u)
+    e = xp.exp(-2 * magnitude)
+    return SoftcapSlope(u, xp.tanh(u), 4 * e / (1 + e) ** 2)
+
+
 def softcap_backward(xp: Namespace, grad_capped: Array, scores: Array, softcap: Array) -> SoftcapGradients:
     """C = s tanh(u), u = S / s  ⇒  gS = gC d,  gs = Σ gC (t − u d)."""
-    u = scores / softcap
-    t = xp.tanh(u)
-    d = 1 - t * t
+    u, t, d = softcap_slope(xp, scores, softcap)
     return SoftcapGradients(scores=grad_capped * d, softcap=xp.sum(grad_capped * (t - u * d)))
 
 
@@ -166,9 +189,7 @@ def softcap_tangent(
     xp: Namespace, scores: Array, softcap: Array, scores_tangent: Array, softcap_tangent: Array
 ) -> Array:
     """Ċ = d Ṡ + (t − u d) ṡ."""
-    u = scores / softcap
-    t = xp.tanh(u)
-    d = 1 - t * t
+    u, t, d = softcap_slope(xp, scores, softcap)
     return d * scores_tangent + (t - u * d) * softcap_tangent
 
 
@@ -182,9 +203,7 @@ def softcap_backward_tangent(
     softcap_tangent: Array,
 ) -> SoftcapGradients:
     """gS = gC d  ⇒  ġS = ġC d + gC ḋ with ḋ = −2 t d u̇;  gs = Σ gC (t − u d)  ⇒  ġs = Σ ġC (t − u d) − gC u ḋ."""
-    u = scores / softcap
-    t = xp.tanh(u)
-    d = 1 - t * t
+    u, t, d = softcap_slope(xp, scores, softcap)
     u_tangent = (scores_tangent - u * softcap_tangent) / softcap
     d_tangent = -2 * t * d * u_tangent
     return SoftcapGradients(
@@ -258,7 +277,7 @@ class SoftmaxTangents(NamedTuple):
 
 def row_maximum(xp: Namespace, logits: Array) -> Array:
     """The largest real part of each row; −∞ for a row without columns."""
-    real = xp.real(logits) if dtype_kind(xp, logits.dtype) == "c" else logits
+    real = real_part(xp, logits)
     if logits.shape[-1] == 0:
         return xp.sum(real, axis=-1, keepdims=True) - xp.inf
     return xp.max(real, axis=-1, keepdims=True)
@@ -273,24 +292,71 @@ def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: 
     row_shift = row_maximum(xp, logits)
     if sinks is not None:
         row_shift = xp.maximum(row_shift, row_maximum(xp, sinks[..., None, None]))
-    row_shift = xp.where(row_shift == -xp.inf, 0, row_shift)
-    exponentials = xp.exp(logits - row_shift)
+    if visible is not None:
+        row_shift = xp.where(row_shift == -xp.inf, 0, row_shift)
+    exponentials = overwrite(xp, xp.exp, logits - row_shift)
     row_sum = xp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         row_sum = row_sum + sink_exponential(xp, sinks, row_shift)
+    if visible is None:  # the row's largest exponential is 1: no sum is 0
+        weights = overwrite(xp, xp.divide, exponentials, row_sum)
+        return Softmax(weights, row_shift, row_sum, row_shift + xp.log(row_sum))
+    weights = softmax_weights(xp, exponentials, row_sum, visible)
+    return Softmax(weights, row_shift, row_sum, log_sum_exp(xp, row_shift, row_sum))
+
+
+def softmax_weights(xp: Namespace, exponentials: Array, row_sum: Array, visible: Array | None) -> Array:
+    """P = exp(Z − shift) / row_sum, over `exponentials`. A row that sees a NaN is NaN where it sees, 0 elsewhere."""
+    weights = overwrite(xp, xp.divide, exponentials, xp.where(row_sum == 0, 1, row_sum))
+    return mask_backward(xp, weights, visible)
+
+
+def log_sum_exp(xp: Namespace, row_shift: Array, row_sum: Array) -> Array:
+    """lse = shift + log(row_sum), −∞ where the sum is 0."""
     empty = row_sum == 0
-    divisor = xp.where(empty, 1, row_sum)
-    weights = exponentials / divisor
-    if visible is not None:  # a row that sees a NaN is NaN where it sees, and 0 where it does not
-        weights = xp.where(visible, weights, 0)
-    lse = xp.where(empty, -xp.inf, row_shift + xp.log(divisor))
-    return Softmax(weights, row_shift, row_sum, lse)
+    return xp.where(empty, -xp.inf, row_shift + xp.log(xp.where(empty, 1, row_sum)))
 
 
 def sink_exponential(xp: Namespace, sinks: Array, row_shift: Array) -> Array:
     """exp(sink − shift); 1 for a sink of +∞, which is its own shift."""
     sinks = sinks[..., None, None]
-    return xp.exp(xp.where(sinks == row_shift, 0, sinks - row_shift))
+    return xp.exp(xp.where(real_part(xp, sinks) == xp.inf, 0, sinks - row_shift))
+
+
+def row_mean(
+    xp: Namespace, entries: Array, weights: Array, sink_entry: Any = None, sink_weight: Array | None = None
+) -> Array:
+    """Σ P ∘ x + p_sink x_sink over each row, (…, rows, 1)."""
+    mean = xp.sum(weights * entries, axis=-1, keepdims=True)
+    return mean if sink_weight is None else mean + sink_weight * sink_entry
+
+
+class Centred(NamedTuple):
+    entries: Array  # (…, rows, columns)
+    sink_entry: Array | None  # (…, rows, 1)
+    mean: Array  # (…, rows, 1)
+
+
+def centred(xp: Namespace, entries: Array, weights: Array, sink_entry: Any, sink_weight: Array | None) -> Centred:
+    """x − mean, mean = Σ P ∘ x + p_sink x_sink: the Jacobian diag(p) − p pᵀ applied to x, before its product with P.
+
+    The mean is subtracted twice. Rounded to eps · |x|, it is too coarse for a row that is nearly one weight, where the
+    differences are as small as 1 − max P; the mean of what it leaves is a sum of such small numbers, right to eps of
+    them.
+    """
+    mean = row_mean(xp, entries, weights, sink_entry, sink_weight)
+    entries = entries - mean
+    if sink_weight is not None:
+        sink_entry = sink_entry - mean
+    rest = row_mean(xp, entries, weights, sink_entry, sink_weight)
+    return Centred(entries - rest, None if sink_weight is None else sink_entry - rest, mean + rest)
+
+
+def sink_weight(xp: Namespace, sinks: Array | None, row_shift: Array, row_sum: Array) -> Array | None:
+    """p_sink = exp(sink − shift) / row_sum, (…, rows, 1). A row's sum is 0 only where the sink is −∞."""
+    if sinks is None:
+        return None
+    return sink_exponential(xp, sinks, row_shift) / xp.where(row_sum == 0, 1, row_sum)
 
 
 def softmax_backward(
@@ -300,11 +366,16 @@ def softmax_backward(
 
     The Jacobian diag(p) − p pᵀ is symmetric: applied to gP it needs one number a row, D. The sink's own gP is 0.
     """
-    row_dot = xp.sum(weights * grad_weights, axis=-1, keepdims=True)
+    grad = centred(xp, grad_weights, weights, 0, sink_weight)
     return SoftmaxGradients(
-        logits=weights * (grad_weights - row_dot + grad_lse),
-        sinks=None if sink_weight is None else sink_weight * (grad_lse - row_dot),
+        logits=softmax_logits_backward(grad.entries, weights, -grad_lse),
+        sinks=None if sink_weight is None else sink_weight * (grad.sink_entry + grad_lse),
     )
+
+
+def softmax_logits_backward(grad_weights: Array, weights: Array, row_term: Array) -> Array:
+    """gZ = P ∘ (gP − (D − g_lse)), also for a part of a row whose D − g_lse is known."""
+    return weights * (grad_weights - row_term)
 
 
 def softmax_tangent(
@@ -316,14 +387,14 @@ def softmax_tangent(
     visible: Array | None,
 ) -> SoftmaxTangents:
     """lse˙ = Σ P ∘ Ż + p_sink ṡink;  Ṗ = P ∘ (Ż − lse˙);  ṗ_sink = p_sink (ṡink − lse˙)."""
-    lse_tangent = xp.sum(weights * logits_tangent, axis=-1, keepdims=True)
-    sink_weight_tangent = None
     if sink_weight is not None:
         sinks_tangent = sinks_tangent[..., None, None]
-        lse_tangent = lse_tangent + sink_weight * sinks_tangent
-        sink_weight_tangent = sink_weight * (sinks_tangent - lse_tangent)
-    weights_tangent = mask_backward(xp, weights * (logits_tangent - lse_tangent), visible)  # lse˙ may be NaN
-    return SoftmaxTangents(weights_tangent, lse_tangent, sink_weight_tangent)
+    tangent = centred(xp, logits_tangent, weights, sinks_tangent, sink_weight)
+    return SoftmaxTangents(
+        weights=mask_backward(xp, weights * tangent.entries, visible),  # lse˙ may be NaN
+        lse=tangent.mean,
+        sink_weight=None if sink_weight is None else sink_weight * tangent.sink_entry,
+    )
 
 
 def softmax_backward_tangent(
@@ -335,15 +406,19 @@ def softmax_backward_tangent(
     sink_weight: Array | None,
     tangents: SoftmaxTangents,
 ) -> SoftmaxGradients:
-    """gZ = P ∘ (gP − D + g_lse)  ⇒  ġZ = Ṗ ∘ (gP − D + g_lse) + P ∘ (ġP − Ḋ), Ḋ = Σ Ṗ ∘ gP + P ∘ ġP; so g_sink."""
-    row_dot = xp.sum(weights * grad_weights, axis=-1, keepdims=True)
-    row_dot_tangent = xp.sum(tangents.weights * grad_weights + weights * grad_weights_tangent, axis=-1, keepdims=True)
+    """gZ = P ∘ (gP − D + g_lse)  ⇒  ġZ = Ṗ ∘ (gP − D + g_lse) + P ∘ (ġP − Ḋ), Ḋ = Σ Ṗ ∘ gP + P ∘ ġP; so g_sink.
+
+    Σ Ṗ + ṗ_sink = 0, so that Σ Ṗ ∘ gP = Σ Ṗ ∘ (gP − D) − ṗ_sink D: small where the differences are.
+    """
+    grad = centred(xp, grad_weights, weights, 0, sink_weight)
+    grad_tangent = centred(xp, grad_weights_tangent, weights, 0, sink_weight)
+    moved = row_mean(xp, grad.entries, tangents.weights, grad.sink_entry, tangents.sink_weight)
     grad_sinks = None
     if sink_weight is not None:
-        grad_sinks = tangents.sink_weight * (grad_lse - row_dot) - sink_weight * row_dot_tangent
+        grad_sinks = tangents.sink_weight * (grad.sink_entry + grad_lse)
+        grad_sinks = grad_sinks + sink_weight * (grad_tangent.sink_entry - moved)
     return SoftmaxGradients(
-        logits=tangents.weights * (grad_weights - row_dot + grad_lse)
-        + weights * (grad_weights_tangent - row_dot_tangent),
+        logits=tangents.weights * (grad.entries + grad_lse) + weights * (grad_tangent.entries - moved),
         sinks=grad_sinks,
     )
 

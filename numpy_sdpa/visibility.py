@@ -5,9 +5,11 @@ A rule answers for a tile with a bool array that broadcasts to it, or with None 
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, arange
+import numpy as np
+
+from numpy_sdpa._internal.namespace import Array, arange, real_part
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile
 
@@ -48,6 +50,8 @@ def visible_in(options: Options, tile: Tile, bias: Array | None) -> Array | None
     `bias` is the tile's part of the bias: its −∞ entries mask. The last two axes of the result are whole.
     """
     visible = None
+    if tile.shape[1] == 0:  # a row without columns sees nothing, and only a mask can say so
+        visible = key_positions(options, tile.columns) < 0
     for rule in _rules(options, tile, bias):
         visible = rule if visible is None else visible & rule
     if visible is None or visible.shape[-2:] == tile.shape:
@@ -60,15 +64,70 @@ def _rules(options: Options, tile: Tile, bias: Array | None) -> Iterator[Array]:
     if options.mask is not None:
         yield slice_tile(options.mask, tile.rows, tile.columns)
     if bias is not None:
-        yield bias != -options.xp.inf
+        yield real_part(options.xp, bias) != -options.xp.inf
     yield from _band(options, tile)
-    if options.query_lengths is not None:
+    if not _within(tile.rows, options.query_lengths):
         rows = arange(options.xp, tile.rows.start, tile.rows.stop, options.like)
         yield rows[:, None] < options.query_lengths
-    if options.key_lengths is not None:
+    if not _within(tile.columns, options.key_lengths):
         yield key_positions(options, tile.columns) < options.key_lengths
-    if options.query_segments is not None and options.key_segments is not None:
-        yield options.query_segments[..., tile.rows, :] == options.key_segments[..., tile.columns]
+    segments = segments_in(options, tile)
+    if segments is not None and not _is_one_id(options, *segments):
+        yield segments[0] == segments[1]
+
+
+def _within(part: slice, lengths: Any) -> bool:
+    """Whether no length cuts into the part; where lengths are arrays, nobody looks at them."""
+    return lengths is None or (isinstance(lengths, int) and part.stop <= lengths)
+
+
+def segments_in(options: Options, tile: Tile) -> tuple[Array, Array] | None:
+    """The tile's segment ids of queries, (…, rows, 1), and of keys, (…, 1, columns)."""
+    if options.query_segments is None or options.key_segments is None:
+        return None
+    return options.query_segments[..., tile.rows, :], options.key_segments[..., tile.columns]
+
+
+def _is_one_id(options: Options, queries: Array, keys: Array) -> bool:
+    """Whether the tile lies within one segment. Asked of NumPy only: elsewhere a look costs more than a mask."""
+    if options.xp is not np or 0 in (*queries.shape, *keys.shape):
+        return False
+    return bool(queries.min() == queries.max() == keys.min() == keys.max())
+
+
+def visible_part(options: Options, tile: Tile) -> Tile | None:
+    """A part of the tile outside of which band and lengths hide everything; None where nobody sees anything.
+
+    Only what is known on the host is asked: an offset or lengths that differ within the batch cut nothing off here, and
+    hide what they hide in `visible_in`. So does a mask.
+    """
+    first, last = tile.rows.start, tile.rows.stop  # last: one past it, and so below
+    left_most, right_most = tile.columns.start, tile.columns.stop
+    if isinstance(options.query_lengths, int):
+        last = min(last, options.query_lengths)
+    if isinstance(options.key_lengths, int):
+        right_most = min(right_most, options.key_lengths)
+    if isinstance(options.offset, int):
+        left, right = band_edges(options)
+        if right is not None:  # j ≤ p(i) + right
+            right_most = min(right_most, last + options.offset + right)
+            first = max(first, left_most - options.offset - right)
+        if left is not None:  # p(i) − left ≤ j
+            left_most = max(left_most, first + options.offset - left)
+            last = min(last, right_most - options.offset + left)
+    if first >= last or left_most >= right_most:
+        return None
+    part = Tile(slice(first, last), slice(left_most, right_most))
+    return None if _are_strangers(options, part) else part
+
+
+def _are_strangers(options: Options, tile: Tile) -> bool:
+    """Whether the ranges of the tile's segment ids do not even overlap. Asked of NumPy only."""
+    segments = segments_in(options, tile)
+    if segments is None or options.xp is not np:
+        return False
+    queries, keys = segments
+    return bool(queries.max() < keys.min() or keys.max() < queries.min())
 
 
 def band_edges(options: Options) -> tuple[int | None, int | None]:

@@ -35,6 +35,64 @@ def test_the_gradients_of_a_row_sum_to_grad_lse(case):
     np.testing.assert_allclose(total, grad_lse.sum(axis=-1), **ROUNDING)
 
 
+@grid()
+def test_a_shift_of_the_whole_row_moves_its_lse_alone(case):
+    """A constant beside every logit of a row, the sink's too: weights and gradients stay, to rounding."""
+    inputs = cases.make(case)
+    sinks = np.broadcast_to(inputs.options.get("sinks", np.zeros(())), (*case.batch, *case.heads))
+    shift = np.random.default_rng(7).normal(0, 30, (*case.batch, *case.heads))
+    bias = np.broadcast_to(inputs.options.get("bias", np.zeros(())), case.weights_shape)
+    output, residuals, gradients = run(inputs, sinks=sinks, bias=bias)
+    got, shifted, of_shifted = run(inputs, sinks=sinks + shift, bias=bias + shift[..., None, None])
+    loose = {"rtol": 1e-11, "atol": 1e-11}  # the shift's own rounding: 100 · eps in a logit
+    np.testing.assert_allclose(shifted.lse, residuals.lse + shift[..., None], **loose)
+    np.testing.assert_allclose(shifted.weights, residuals.weights, **loose)
+    np.testing.assert_allclose(got, output, **loose)
+    for name in ("query", "key", "value", "bias", "sinks"):
+        np.testing.assert_allclose(getattr(of_shifted, name), getattr(gradients, name), err_msg=name, **loose)
+
+
+@grid()
+def test_row_dot_is_grad_output_times_output(case):
+    """D = Σ P ∘ gP = Σ gO ∘ O + Σ P ∘ g_weights, with P, O over all keys; seen through g_sink = p_sink (g_lse − D)."""
+    inputs = cases.make(case)
+    sinks = np.broadcast_to(inputs.options.get("sinks", np.zeros(())), (*case.batch, *case.heads))
+    output, residuals, gradients = run(inputs, sinks=sinks)
+    upstream = inputs.upstream
+    row_dot = np.sum(upstream["grad_output"] * output, axis=-1)
+    row_dot = row_dot + np.sum(residuals.weights * upstream["grad_weights"], axis=-1)
+    has_sink = ~np.isneginf(sinks)[..., None]
+    sink_weight = np.exp(sinks[..., None] - np.where(has_sink, residuals.lse, 0))
+    expected = np.sum(sink_weight * np.where(has_sink, upstream["grad_lse"] - row_dot, 0), axis=-1)
+    np.testing.assert_allclose(gradients.sinks, expected, **ROUNDING)
+
+
+def test_a_part_of_the_keys_needs_the_whole_rows_lse_and_row_dot():
+    rng = np.random.default_rng(8)
+    query, key, value, kept = *rng.standard_normal((3, 6, 4)), rng.random((6, 6)) < 0.7
+    options = {"scale": 0.5, "dropout_p": 0.3, "dropout_mask": kept}
+    output, residuals = sdpa_forward(query, key, value, **options)
+    upstream = rng.standard_normal(output.shape)
+    expected = sdpa_backward(upstream, residuals).key[:3]
+
+    def grad_key_of_part(lse, row_dot):
+        weights = np.exp(0.5 * query @ key[:3].T - lse)
+        grad_weights = np.where(kept[:, :3], upstream @ value[:3].T / 0.7, 0)
+        return (weights * (grad_weights - row_dot(weights * grad_weights))).T @ (0.5 * query)
+
+    def of_output(_):
+        return np.sum(upstream * output, axis=-1, keepdims=True)
+
+    def of_part(products):
+        return np.sum(products, axis=-1, keepdims=True)
+
+    lse = residuals.lse[:, None]
+    lse_of_part = sdpa_forward(query, key[:3], value[:3], scale=0.5)[1].lse[:, None]
+    np.testing.assert_allclose(grad_key_of_part(lse, of_output), expected, **ROUNDING)
+    for wrong in ((lse, of_part), (lse_of_part, of_output), (lse_of_part, of_part)):
+        assert np.max(np.abs(grad_key_of_part(*wrong) - expected)) > 0.1
+
+
 @grid(without=("sinks", "dropout_p"))
 def test_values_that_are_the_same_for_every_key_give_no_gradient(case):
     inputs = cases.make(case)

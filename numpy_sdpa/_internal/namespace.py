@@ -38,7 +38,7 @@ def array_namespace(arrays: Mapping[str, Array]) -> Namespace:
 
 
 def _module_of(name: str, array: Array) -> Namespace:
-    if isinstance(array, np.ndarray | np.generic):
+    if isinstance(array, (np.ndarray, np.generic)):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
                 f"{name} is a numpy.ma.MaskedArray, whose mask would be ignored: "
@@ -57,9 +57,12 @@ def _module_of(name: str, array: Array) -> Namespace:
     )
 
 
+_LISTS_AND_NUMBERS = (list, tuple, bool, int, float, complex)
+
+
 def from_list(name: str, value: Any) -> Array:
     """Lists, tuples and Python numbers become NumPy arrays; everything else is returned as it is."""
-    if not isinstance(value, list | tuple | bool | int | float | complex):
+    if not isinstance(value, _LISTS_AND_NUMBERS):
         return value
     try:
         array = np.asarray(value)
@@ -83,6 +86,11 @@ def dtype_kind(xp: Namespace, dtype: DType) -> str:
         if xp.isdtype(dtype, name):
             return kind
     return "?"
+
+
+def real_part(xp: Namespace, array: Array) -> Array:
+    """What complex numbers are compared by, so that a complex step takes the branch of the real computation."""
+    return xp.real(array) if dtype_kind(xp, array.dtype) == "c" else array
 
 
 def dtype_name(dtype: DType) -> str:
@@ -119,6 +127,14 @@ def operand(xp: Namespace, array: Array, dtype: DType) -> Array:
         array = np.asarray(array, dtype=dtype, order="C")
         return array if array.flags.aligned else array.copy()
     return xp.asarray(array, dtype=dtype, order="C") if is_cupy(xp) else astype(array, dtype)
+
+
+def overwrite(xp: Namespace, function: Callable[..., Array], array: Array, *operands: Array) -> Array:
+    """function(array, *operands), written over `array` where the module can: for arrays that nobody else will read.
+
+    New memory comes from the operating system in pages that it clears first, which costs as much as the arithmetic.
+    """
+    return function(array, *operands, out=array) if xp is np or is_cupy(xp) else function(array, *operands)
 
 
 def owned(array: Array) -> Array:

@@ -153,16 +153,27 @@ def resolve(
     for name, array in arrays.items():
         if array is None:
             raise TypeError(f"{name} must be an array, got None")
-    arrays |= {name: given.get(name) for name in ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")}
-    number_like = {name: given[name] for name in ("scale", "softcap") if hasattr(given.get(name), "shape")}
+    arrays |= {name: given[name] for name in _OPTIONAL_ARRAYS if name in given}
     numbers = {name: array for name, array in arrays.items() if isinstance(array, float)}
     arrays = {name: from_list(name, array) for name, array in arrays.items() if name not in numbers}
-    of_numpy = (np.generic, np.ndarray)  # a NumPy number goes with every module
-    xp = array_namespace(arrays | {n: a for n, a in number_like.items() if not isinstance(a, of_numpy)})
+    xp = array_namespace(arrays | _array_numbers(given))
     with computing(xp, arrays.get("query")):
         for name, number in numbers.items():  # a Python number takes the dtype of the arrays
             arrays[name] = asarray(xp, number, getattr(arrays.get("query"), "dtype", None), arrays.get("query"))
-        return _Door(xp, arrays, given).resolve()
+        return _Door(xp, dict.fromkeys(_OPTIONAL_ARRAYS) | arrays, given).resolve()
+
+
+_OPTIONAL_ARRAYS = ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")
+
+
+def _array_numbers(given: dict[str, Any]) -> dict[str, Array]:
+    """scale and softcap where they are arrays. NumPy's numbers go with every module."""
+    numbers = {name: given[name] for name in ("scale", "softcap") if name in given}
+    return {
+        name: number
+        for name, number in numbers.items()
+        if hasattr(number, "shape") and not isinstance(number, (np.generic, np.ndarray))
+    }
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -361,10 +372,7 @@ class _Door:
             xp, one = self.xp, mask == 1
             self.checks.require(
                 xp.all(one | (mask == 0)) & xp.any(one),
-                lambda: (
-                    "mask must be bool or integer (True = may attend); this float mask looks additive: numbers "
-                    f"added to the scores go into bias=; its entries span {xp.min(mask)} … {xp.max(mask)}"
-                ),
+                lambda: looks_additive(xp.min(mask), xp.max(mask)),
             )
         plane = self.to_plane("mask", mask)
         return plane if kind == "b" else plane != 0
@@ -583,6 +591,13 @@ def _wants_complex(compute_dtype: DType | None) -> bool:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def looks_additive(least: Any, most: Any) -> str:
+    return (
+        "mask must be bool or integer (True = may attend); this float mask looks additive: numbers "
+        f"added to the scores go into bias=; its entries span {least} … {most}"
+    )
 
 
 def _out_of_range(name: str, high: int | None, bound: str, least: Any, most: Any) -> str:

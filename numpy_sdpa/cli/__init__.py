@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from numpy_sdpa._version import __version__
 
 # Each is a module of this package with HELP, add_arguments(parser) and run(arguments) -> exit code.
-COMMANDS = ("demo", "verify", "why-scale", "info")
+COMMANDS = ("demo", "verify", "make-case", "compare", "bench", "why-scale", "info")
 
 
 class UsageError(Exception):

@@ -46,6 +46,7 @@ def central(
     spread = [_spread(steps, directions, probe) for steps in ladder]
     rounding = line.rounding(spread[0], 16 * probe * np.max(np.abs(spread), axis=0))
     smallest = np.array([line.smallest_step(direction) for direction in directions])
+    noise = known = rounding
     tried = np.zeros((0, len(directions)))
     for steps, vector in zip(ladder, spread, strict=True):
         without = np.isinf(best.uncertainty).any(axis=1)
@@ -55,7 +56,10 @@ def central(
         if not open_.any():
             continue
         quotients = fitted if by_fit else scipy_quotients
-        noise = rounding if by_fit else _noise(line, vector, rounding)
+        if not by_fit:
+            noise = _noise(line, vector, known)
+            # a function rounded coarser than its dtype shows it to large steps only
+            known = np.where(np.isfinite(noise), noise, known)
         for chunk in _chunks(np.flatnonzero(open_), line.results):
             found = quotients(line, [directions[i] for i in chunk], steps[chunk], smallest[chunk], noise)
             _merge(best, chosen, chunk, found, steps[chunk])
@@ -95,6 +99,8 @@ def _initial_steps(argument: Argument, directions: list[Direction], eps: float |
     # a thousandth, not 1/1024: halved steps that a period of the function fools must not be tried again
     size = np.full(count, argument.size)
     units = [size, np.array(own), np.ones(count), size / 1e3, size / 1e6]
+    if argument.precision.order is None:
+        units.insert(1, 4 * size)  # few digits: where a function is nearly linear, larger steps are less noisy
     return [argument.precision.initial_step * unit for unit in units]
 
 

@@ -21,9 +21,9 @@ from numpy_sdpa.gradcheck._quotients import (
     without_a_curve,
 )
 
-# 32 points on each side halve the noise four times against SciPy's fourth order at the same step. They are
-# nested: a halved step needs half of them anew.
-_TIMES = np.concatenate([-np.arange(32, 0, -1), np.arange(1, 33)]) / 32
+# With 64 points on each side the slope of a quintic has 2/3 of the noise of one value at the step's end. They
+# are nested: a halved step needs half of them anew.
+_TIMES = np.concatenate([-np.arange(64, 0, -1), np.arange(1, 65)]) / 64
 _HALVINGS = 6
 
 

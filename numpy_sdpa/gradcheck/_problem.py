@@ -20,6 +20,7 @@ from numpy_sdpa.gradcheck._arrays import (
 )
 from numpy_sdpa.gradcheck._central import central
 from numpy_sdpa.gradcheck._quotients import NOISE_TIMES, Derivatives, Direction, Line, complex_step
+from numpy_sdpa.gradcheck.report import DECISIVE_PART
 
 # What a function may raise beyond its domain, where only the quotient's step has taken it.
 DOMAIN_ERRORS = (ValueError, ArithmeticError)
@@ -185,11 +186,11 @@ class Problem:
 
 
 def _suffices(atol: float, rtol: float) -> Callable[[np.ndarray], np.ndarray]:
-    """The uncertainty that decides every entry: the tolerance at the largest value."""
+    """The uncertainty that decides every entry: the largest tolerance, or half of what is decisive."""
 
     def suffices(value: np.ndarray) -> np.ndarray:
         scale = np.max(np.abs(value[np.isfinite(value)]), initial=0.0)
-        return np.full(value.shape, atol + rtol * scale)
+        return np.full(value.shape, atol + min(rtol, DECISIVE_PART / 2) * scale)
 
     return suffices
 

@@ -88,7 +88,7 @@ class Line:
         point = self.argument.point
         if isinstance(direction, np.ndarray):
             return point + t * direction.reshape(point.shape)
-        moved = point.astype(np.result_type(point, type(t)))
+        moved = point.astype(np.result_type(point, type(t)), order="C")
         moved.reshape(-1)[direction] += t  # moved is contiguous, the reshape is a view
         return moved
 
@@ -109,14 +109,19 @@ class Line:
     def change(self, direction: Direction, t: float) -> np.ndarray:
         return self.project(self.entry_changes(direction, t))
 
+    @property
+    def magnitudes(self) -> np.ndarray:
+        """|x|, flat; 0 for entries that are nan or inf, which no step moves."""
+        point = self.argument.point.reshape(-1).astype(float)
+        return np.where(np.isfinite(point), np.abs(point), 0.0)
+
     def smallest_step(self, direction: Direction) -> float:
         """Below this step the argument's own dtype rounds too much of the step away."""
-        point = np.abs(self.argument.point.reshape(-1).astype(float))
         precision = self.argument.precision
-        spacing = np.maximum(precision.eps * point, precision.smallest_subnormal)
-        steps = spacing / np.abs(direction) if isinstance(direction, np.ndarray) else spacing[direction]
-        steps = steps[np.isfinite(steps)] if isinstance(steps, np.ndarray) else steps
-        return float(_SPACINGS * np.max(steps, initial=0.0))
+        spacing = np.maximum(precision.eps * self.magnitudes, precision.smallest_subnormal)
+        if isinstance(direction, np.ndarray):
+            return _SPACINGS * float(np.max(spacing / np.abs(direction), initial=0.0))
+        return _SPACINGS * float(spacing[direction])
 
     def rounding(self, step: np.ndarray, reach: np.ndarray) -> np.ndarray:
         """The standard deviation of each result's rounding, every entry rounded once: eps · |f| / √12.
@@ -136,12 +141,8 @@ class Line:
         """The standard deviation of each result about a smooth curve, by steps too small to show a shape."""
         root = self.argument.precision.eps**0.5
         # steps of four spacings at least: where x absorbs the steps, the function seems to have no noise
-        least = (
-            _SPACINGS
-            * root
-            * np.abs(np.nan_to_num(self.argument.point.reshape(-1).astype(float), posinf=0.0, neginf=0.0))
-        )
-        unit = root * np.copysign(np.fmax(np.abs(scale), np.abs(least)), scale)
+        least = _SPACINGS * root * self.magnitudes
+        unit = root * np.copysign(np.maximum(np.abs(scale), least), scale)
         return noise_of([self.change(unit, time) for time in NOISE_TIMES])
 
 
@@ -213,7 +214,7 @@ def scipy_quotients(
     samples = Samples(line, directions)
     elements = np.arange(len(directions) * line.results)
     of_direction, of_result = np.divmod(elements, line.results)
-    noise_of = noise[of_result]
+    noise_each = noise[of_result]
     shape = (len(directions), line.results)
     best = Derivatives(np.full(shape, np.nan), np.full(shape, np.inf), np.zeros(shape))
     value, uncertainty, jumps = (array.reshape(-1) for array in best)  # views
@@ -223,13 +224,12 @@ def scipy_quotients(
             return
         step = steps[of_direction] / 2.0 ** (state.nit - 1)
         with np.errstate(all="ignore"):
-            deviation = weights.slope_noise * noise_of / step
+            deviation = weights.slope_noise * noise_each / step
             newest = state.nit == np.max(state.nit)
             jump = np.zeros(shape)
             for d in np.unique(of_direction[newest]):
-                jump[d] = samples.half_jump(d, steps[d] / 2.0 ** (np.max(state.nit) - 1), weights, noise)
-            # noise tells two quotients apart as well: only what it does not explain is a sign of the series'
-            # rest
+                jump[d] = samples.half_jump(d, steps[d] / 2.0 ** (np.max(state.nit) - 1), weights)
+            # noise tells two quotients apart as well: only what it does not explain shows the series' rest
             unexplained = np.maximum(0.0, state.error - 2 * deviation)
             found = ERROR_FACTOR * unexplained + NOISE_FACTOR * deviation + jump.ravel()
             # Halved steps can agree on a wrong slope, as those that are periods of a sine do: until the next
@@ -239,7 +239,10 @@ def scipy_quotients(
         innermost = step * weights.nodes[-1]
         found[innermost < smallest[of_direction]] = np.inf
         better = newest & (found < uncertainty)
-        for kept, new in ((value, state.df), (uncertainty, found), (jumps, jump.ravel())):
+        # what noise may feign widens the uncertainty, but is not reported as a kink
+        feigned = NOISE_FACTOR * weights.jump_noise * noise_each / step
+        seen = np.where(jump.ravel() > feigned, jump.ravel(), 0.0)
+        for kept, new in ((value, state.df), (uncertainty, found), (jumps, seen)):
             kept[better] = new[better]
         # the next halving doubles the noise
         promising = (2 * NOISE_FACTOR * deviation < uncertainty) & (innermost / 2 >= smallest[of_direction])
@@ -286,17 +289,16 @@ class Samples:
             values[start:stop] = changes[:, result[start:stop]].T
         return values.reshape(t.shape)
 
-    def half_jump(self, direction: int, step: float, weights: Stencil, noise: np.ndarray) -> np.ndarray:
-        """Half the jump of the slope at the point, 0 where what is seen is noise or curvature.
+    def half_jump(self, direction: int, step: float, weights: Stencil) -> np.ndarray:
+        """Half the jump of the slope at the point, 0 where what is seen is curvature.
 
         A central quotient of |x| at 0 is 0, without any error; only the values' mean above f(0) shows the
         kink: it shrinks with h there, and with h² where the function is smooth.
         """
         means = [(self.at(direction, h) + self.at(direction, -h)) / 2 for h in step * weights.nodes]
         jump = np.abs(weights.jump_weights @ np.array(means)) / step
-        innermost = np.abs(means[-1]) / (step * weights.nodes[-1])  # a kink: all jump; a curve: vanishes with the step
-        seen = (jump > NOISE_FACTOR * weights.jump_noise * noise / step) & (jump > innermost / 2)
-        return np.where(seen, jump, 0.0)
+        innermost = np.abs(means[-1]) / (step * weights.nodes[-1])  # at a kink this is the jump
+        return np.where(jump > innermost / 2, jump, 0.0)
 
 
 def complex_step(

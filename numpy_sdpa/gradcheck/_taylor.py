@@ -19,30 +19,52 @@ _MAX_STEPS = 80
 
 
 class _Remainders(NamedTuple):
-    """For one output: steps, ‖r(h)‖, its rounding, ‖r(h) + r(−h)‖ / 2 (curvature and kinks), ‖J u‖."""
+    """For one output: steps, the larger of ‖r(±h)‖, its rounding, and ‖r(h) + r(−h)‖ / 2."""
 
     steps: np.ndarray
     size: np.ndarray
     rounding: np.ndarray
     even: np.ndarray
-    tangent: float
 
 
 def taylor_rows(
     problem: Problem,
     argument: Argument,
-    direction: Direction,
-    tangent: np.ndarray,
+    directions: list[Direction],
+    tangents: list[np.ndarray],
     eps: float | None,
     tolerance: float,
     rng: np.random.Generator,
 ) -> list[GradientRow]:
-    """One row for each output of the function, in one direction."""
+    """One row for each direction and each output of the function."""
+    finite = [np.where(problem.finite, tangent, 0.0) for tangent in tangents]
+    # what is small beside the argument's largest tangent needs no rate of its own
+    largest = max((norm for tangent in finite for norm in _norms(problem, tangent)), default=0.0)
+    line = Line(lambda point: problem.call(argument, point), argument, problem.base, problem.resolution)
+    # the larger of the argument's size and 1: halving leads down to where the function is smooth, but never up
+    start = argument.precision.initial_step * max(argument.size, 1.0) if eps is None else eps
+    noise = _noise(line, start, random_direction(rng, argument.point.size))
     rows = []
-    for output, remainders in enumerate(_remainders(problem, argument, direction, tangent, eps, rng)):
-        place = (output,) if problem.layout.several else ()
-        rows.append(_row(argument, remainders, tolerance, place, entry_index(argument, direction), problem.notes))
+    for direction, tangent in zip(directions, finite, strict=True):
+        entry = entry_index(argument, direction)
+        for output, remainders in enumerate(_remainders(problem, line, direction, tangent, start, noise)):
+            place = (output,) if problem.layout.several else ()
+            rows.append(_row(argument, remainders, largest, tolerance, place, entry, problem.notes))
     return rows
+
+
+def _noise(line: Line, start: float, probe: np.ndarray) -> np.ndarray:
+    """The standard deviation of every entry of the result near the point."""
+    size = line.argument.size
+    step = line.argument.precision.initial_step * size
+    rounding = line.rounding(step * probe, max(start, size) * probe)
+    return np.maximum(rounding, line.measured_noise(min(size, 1.0) * probe))
+
+
+def _norms(problem: Problem, entries: np.ndarray) -> np.ndarray:
+    """The norm of each output."""
+    parts = [problem.layout.part(output) for output in range(problem.layout.outputs)]
+    return np.array([float(np.linalg.norm(entries[part])) for part in parts])
 
 
 def worst_of(rows: list[GradientRow]) -> GradientRow:
@@ -53,27 +75,16 @@ def worst_of(rows: list[GradientRow]) -> GradientRow:
 
 def _remainders(
     problem: Problem,
-    argument: Argument,
+    line: Line,
     direction: Direction,
     tangent: np.ndarray,
-    eps: float | None,
-    rng: np.random.Generator,
+    start: float,
+    noise: np.ndarray,
 ) -> list[_Remainders]:
-    line = Line(lambda point: problem.call(argument, point), argument, problem.base, problem.resolution)
-    tangent = np.where(problem.finite, tangent, 0.0)
-    # the larger of the argument's size and 1: halving leads down to where the function is smooth, but never
-    # up
-    start = argument.precision.initial_step * max(argument.size, 1.0) if eps is None else eps
-    probe = random_direction(rng, argument.point.size)
-    rounding = line.rounding(argument.precision.initial_step * argument.size * probe, max(start, argument.size) * probe)
-    noise = np.maximum(rounding, line.measured_noise(min(argument.size, 1.0) * probe))
-    parts = [problem.layout.part(output) for output in range(problem.layout.outputs)]
-
-    def norms(entries: np.ndarray) -> np.ndarray:
-        return np.array([float(np.linalg.norm(entries[part])) for part in parts])
-
+    """The remainders in one direction, for each output, down to where rounding ends them."""
     # a tangent is not asked for more than three quarters of its digits
-    slack, noise_level = problem.precision.eps**0.75 * norms(tangent), NOISE_FACTOR * norms(noise)
+    slack = problem.precision.eps**0.75 * _norms(problem, tangent)
+    noise_level = NOISE_FACTOR * _norms(problem, noise)
     steps, sizes, levels, evens = [], [], [], []
     smallest = line.smallest_step(direction)
     for step in start * 0.5 ** np.arange(_MAX_STEPS):
@@ -83,22 +94,21 @@ def _remainders(
             ahead = line.change(direction, step) - step * tangent
             behind = line.change(direction, -step) + step * tangent
             steps.append(step)
-            sizes.append(norms(ahead))
-            evens.append(norms(ahead + behind) / 2)
+            sizes.append(
+                np.maximum(_norms(problem, ahead), _norms(problem, behind))
+            )  # |x| at 0 has no remainder on one side
+            evens.append(_norms(problem, ahead + behind) / 2)
             levels.append(noise_level + slack * step)
         if len(sizes) > 2 and all(np.all(sizes[-back] <= _CLEAR * levels[-back]) for back in (1, 2)):
             break
-    columns = (np.array(rows).reshape(len(steps), len(parts)) for rows in (sizes, levels, evens))
-    size, level, even = columns
-    return [
-        _Remainders(np.array(steps), size[:, output], level[:, output], even[:, output], float(norms(tangent)[output]))
-        for output in range(len(parts))
-    ]
+    columns = (np.array(rows).reshape(len(steps), -1).T for rows in (sizes, levels, evens))
+    return [_Remainders(np.array(steps), *output) for output in zip(*columns, strict=True)]
 
 
 def _row(
     argument: Argument,
     remainders: _Remainders,
+    largest_tangent: float,
     tolerance: float,
     place: tuple[int, ...],
     entry: tuple[int, ...] | None,
@@ -108,7 +118,7 @@ def _row(
     with np.errstate(all="ignore"):
         rates = np.log2(remainders.size[:-1] / remainders.size[1:])
     if not np.any(clear[:-1] & clear[1:]):
-        verdict, rate, uncertainty, note = _without_rate(remainders)
+        verdict, rate, uncertainty, note = _without_rate(remainders, largest_tangent)
     else:
         verdict, rate, uncertainty, note = _by_rate(remainders, rates, clear, tolerance)
     short = max(0.0, 2.0 - rate)
@@ -132,11 +142,11 @@ def _row(
     )
 
 
-def _without_rate(remainders: _Remainders) -> tuple[str, float, float, str]:
+def _without_rate(remainders: _Remainders, largest_tangent: float) -> tuple[str, float, float, str]:
     """The remainder does not stand clear of rounding: exact, provided that the tangent does."""
     known = np.isfinite(remainders.size)
     # what may hide below the rounding is at most a tenth of the tangent
-    decided = _CLEAR * remainders.rounding <= remainders.steps * remainders.tangent / 10
+    decided = _CLEAR * remainders.rounding <= remainders.steps * largest_tangent / 10
     if np.any(known & decided):
         return RIGHT, np.inf, 0.0, "exact: the remainder is rounding at every step"
     return UNDECIDED, np.inf, np.inf, "the remainder is rounding at every step, and so is the tangent"
@@ -163,7 +173,7 @@ def _by_rate(
         if pair == 0 or not clear[pair - 1]:  # the first rate may be anything: the steps are still large
             return UNDECIDED, rate, np.inf, "too few remainders stand clear of rounding"
         even = remainders.even[pair : pair + 2]
-        if even[1] > size[pair + 1] / 2 and even[0] < 2**1.5 * even[1]:  # falls like h, on both sides alike
+        if even[1] > size[pair + 1] / 3 and even[0] < 2**1.5 * even[1]:  # falls like h, on both sides alike
             return UNDECIDED, rate, np.inf, "the slope jumps there: a kink"
         return WRONG, rate, uncertainty, ""
     decided = uncertainty <= max(tolerance, DECISIVE_PART * 2)

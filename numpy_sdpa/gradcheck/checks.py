@@ -139,7 +139,8 @@ def check_vjp(
         expected, uncertainty = found.value.T, found.uncertainty.T
         note = _notes(problem, found)
         if direction == "random":
-            along = got * directions[0]
+            with np.errstate(all="ignore"):
+                along = got * directions[0]
             # the sum over the gradient's own entries adds their roundings
             uncertainty = uncertainty + _sum_rounding(along, problem.precision.eps)[:, None]
             got = _sum(along)
@@ -293,8 +294,7 @@ def check_adjoint(
         try:
             tangents = np.array([_tangent(jvp, point, argument, d, layout) for d in directions])
             given = np.array([_gradient(given, number, argument) for given in gradients])
-            if np.isnan(tangents).any():
-                raise ResultError("jvp returned nan")
+            _refuse_nan(tangents)
         except ResultError as error:
             rows.append(wrong_structure(argument.position, str(error)))
             continue
@@ -342,9 +342,9 @@ def check_taylor(
 ) -> GradientReport:
     """Does ‖f(x + h u) − f(x) − h J u‖ fall like h², as it does for the derivative J u and for nothing else?
 
-    The remainder is taken at halving steps h. A right tangent leaves the rate 2 (or more), a wrong one the
-    rate 1. Where the function is linear in an argument the remainder is rounding at every step: that is
-    exact, rate inf.
+    The remainder (the larger of those at h and −h) is taken at halving steps. A right tangent leaves the
+    rate 2 (or more), a wrong one the rate 1. Where the function is linear in an argument the remainder is
+    rounding at every step: that is exact, rate inf.
 
     Parameters
     ----------
@@ -379,13 +379,15 @@ def check_taylor(
     atol, rtol = _tolerances(0.0, 0.1, atol, rtol)
     rows = []
     for argument in problem.point.arguments:
-        candidates: list[GradientRow] = []
+        directions = choose_directions(argument, direction, rng)
         try:
-            for d in choose_directions(argument, direction, rng):
-                tangent = _tangent(jvp, problem.point, argument, d, problem.layout)
-                candidates += taylor_rows(problem, argument, d, tangent, eps, atol + 2 * rtol, rng)
+            tangents = [_tangent(jvp, problem.point, argument, d, problem.layout) for d in directions]
+            for tangent in tangents:
+                _refuse_nan(tangent[problem.finite])
         except ResultError as error:
-            candidates = [wrong_structure(argument.position, str(error))]
+            rows.append(wrong_structure(argument.position, str(error)))
+            continue
+        candidates = taylor_rows(problem, argument, directions, tangents, eps, atol + 2 * rtol, rng)
         nothing = GradientRow(argument.position, RIGHT, expected=2.0, got=np.inf)  # an argument without entries
         rows.append(worst_of(candidates or [nothing]))
     return _finished("check_taylor", f"remainders at halving steps, {_DIRECTIONS[direction]}", rows, raise_exception)
@@ -454,6 +456,11 @@ def _tangent(
     """The result's tangent in this direction as a flat float64 vector."""
     tangents = point.tangents(argument, direction_vector(argument, direction))
     return layout.flatten(jvp(tangents, *point.fresh()), "it")
+
+
+def _refuse_nan(tangent: np.ndarray) -> None:
+    if np.isnan(tangent).any():
+        raise ResultError("the tangent has nan in it")
 
 
 def _sum(terms: np.ndarray) -> np.ndarray:

@@ -192,12 +192,12 @@ def _explanation(expected: np.ndarray, got: np.ndarray, allowed: np.ndarray) -> 
     """The factor between got and expected, if one factor explains all of a wrong gradient."""
     finite = np.isfinite(expected) & np.isfinite(got) & np.isfinite(allowed)
     norm = float(np.sum(expected[finite] ** 2))
-    if not finite.all() or norm == 0:
+    if expected.size == 1 or not finite.all() or norm == 0:
         return ""
-    factor = float(np.sum(expected * got)) / norm
-    if np.all(np.abs(got - factor * expected) <= max(1.0, abs(factor)) * allowed):
-        return f"got is {factor:.6g} × expected" + (" everywhere" if expected.size > 1 else "")
-    return ""
+    with np.errstate(all="ignore"):
+        factor = float(np.sum(expected * got)) / norm
+        explained = np.all(np.abs(got - factor * expected) <= max(1.0, abs(factor)) * allowed)
+    return f"got is {factor:.6g} × expected everywhere" if explained else ""
 
 
 def _joined(*notes: str) -> str:

@@ -1,0 +1,77 @@
+"""Into which tiles a slab is cut. The sizes depend on shapes alone, never on workers: tiles decide how sums round."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from numpy_sdpa._internal.namespace import Array
+from numpy_sdpa._internal.options import Options
+from numpy_sdpa.chain import tile_of_bias
+from numpy_sdpa.visibility import Tile, visible_in, visible_part
+
+# 512 × 256 float32 scores fill half a MiB, the second-level cache of a core: measured fastest forward and backward
+# among 64 … 1024 rows and 128 … 512 columns (docs/performance.md).
+_ROWS, _COLUMNS = 512, 256
+# Few rows (decoding): the tile is longer, so that a call per tile costs little beside reading the keys.
+_FEW_ROWS, _MANY_COLUMNS = 64, 2048
+# On a GPU a tile holds all heads: 2²⁴ scores are enough to fill it, and 64 MiB in float32.
+_GPU_TILE = 2**24
+
+
+class Grid(NamedTuple):
+    """The cuts of one slab along queries and keys."""
+
+    row_blocks: list[slice]
+    column_blocks: list[slice]
+
+
+def grid_of(options: Options) -> Grid:
+    rows, columns = options.block_size or _default_size(options)
+    return Grid(_cut(options.query_length, rows), _cut(options.key_length, columns))
+
+
+def _default_size(options: Options) -> tuple[int, int]:
+    if options.xp is not np:
+        side = math.isqrt(_GPU_TILE // max(1, math.prod(options.plane[:-2])))
+        return max(_COLUMNS, side), max(_COLUMNS, side)
+    if has_few_rows(options):
+        return _FEW_ROWS, _MANY_COLUMNS
+    return max(1, _ROWS // options.plane[-3]), _COLUMNS
+
+
+def has_few_rows(options: Options) -> bool:
+    """Whether a slab is a decoder's: its rows, of all heads that share a key head, are rows of one tile."""
+    return options.block_size is None and math.prod(options.plane[:-1]) <= _FEW_ROWS
+
+
+def _cut(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def in_groups(blocks: list[slice], count: int) -> list[list[slice]]:
+    """Lists of `count` neighbours; the last may be shorter."""
+    return [blocks[start : start + count] for start in range(0, len(blocks), count)]
+
+
+def seen_tiles(
+    options: Options, rows: slice, column_blocks: list[slice], bias: Array | None
+) -> Iterator[tuple[Tile, Array | None]]:
+    """The parts of a row of tiles where some query sees some key, each with what is visible (None: everything)."""
+    for columns in column_blocks:
+        tile = visible_part(options, Tile(rows, columns))
+        if tile is None:
+            continue
+        visible = visible_in(options, tile, tile_of_bias(bias, tile))
+        if visible is None or options.xp is not np:  # on a GPU, looking at a mask costs more than using it
+            yield tile, visible
+        elif visible.all():
+            yield tile, None
+        elif visible.any():
+            yield tile, visible
+
+
+def counted_from(part: slice, whole: slice) -> slice:
+    """`part`, counted from the start of `whole`."""
+    return slice(part.start - whole.start, part.stop - whole.start)

@@ -1,0 +1,203 @@
+"""Threads that work through a list of tasks, with BLAS held to one thread: NumPy lets go of the GIL inside its loops.
+
+The tasks say what is computed, never the number of workers: results are the same bit for bit whatever that number is.
+"""
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from numpy_sdpa._internal.namespace import DType
+from numpy_sdpa.blockwise.progress import Progress
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class Stopped(Exception):
+    """Another worker failed or the user interrupted: give up the task at hand."""
+
+
+def default_workers() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Buffers:
+    """One worker's scratch arrays, by name, so that no tile allocates."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[str, DType], np.ndarray] = {}
+        self._ones: dict[tuple[int, DType], np.ndarray] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: DType) -> np.ndarray:
+        """An array with anything in it. The next `take` of the same name may hand out the same memory."""
+        size = math.prod(shape)
+        flat = self._flat.get((name, dtype))
+        if flat is None or flat.size < size:
+            flat = self._flat[name, dtype] = np.empty(size, dtype)
+        return flat[:size].reshape(shape)
+
+    def ones(self, count: int, dtype: DType) -> np.ndarray:
+        """A column of ones, (count, 1). Nobody writes into it."""
+        ones = self._ones.get((count, dtype))
+        if ones is None:
+            ones = self._ones[count, dtype] = np.ones((count, 1), dtype)
+        return ones
+
+
+class OnceEach(Generic[Result]):
+    """`make(number)` for numbers below `count`, each made when it is first asked for and once."""
+
+    def __init__(self, count: int, make: Callable[[int], Result]) -> None:
+        self._make = make
+        self._locks = [threading.Lock() for _ in range(count)]
+        self._made: dict[int, Result] = {}
+
+    def __getitem__(self, number: int) -> Result:
+        with self._locks[number]:
+            if number not in self._made:
+                self._made[number] = self._make(number)
+            return self._made[number]
+
+
+class InOrder:
+    """Contributions to a shared place take turns 0, 1, 2 …, whoever computes them: sums then round the same every time.
+
+    A task may wait only for tasks that stand before it in the list. The first unfinished one never waits, so none
+    waits for ever.
+    """
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._condition = threading.Condition()
+        self._turn: dict[Any, int] = {}
+        self._early: dict[Any, set[int]] = {}
+
+    def wait(self, place: Any, turn: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._stop.is_set() or self._turn.get(place, 0) == turn)
+        if self._stop.is_set():
+            raise Stopped
+
+    def finish(self, place: Any, turn: int) -> None:
+        """Also of a turn that was not waited for, since there was nothing to contribute."""
+        with self._condition:
+            early = self._early.setdefault(place, set())
+            early.add(turn)
+            following = self._turn.get(place, 0)
+            while following in early:
+                early.remove(following)
+                following += 1
+            self._turn[place] = following
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
+
+class Workers:
+    """`count` threads, the caller's own among them; the others live while a list is worked through."""
+
+    def __init__(self, count: int, computing: Callable[[], AbstractContextManager]) -> None:
+        self._count = count
+        self._computing = computing
+        self._stop = threading.Event()
+        self.in_order = InOrder(self._stop)
+
+    def check(self) -> None:
+        """To be called now and then within a long task."""
+        if self._stop.is_set():
+            raise Stopped
+
+    def run(
+        self, work: Callable[[Task, Buffers], Result], tasks: Sequence[Task], progress: Progress | None = None
+    ) -> list[Result]:
+        """`work(task, buffers)` for every task, begun in the order of the list; the results in that order."""
+        results: list[Any] = [None] * len(tasks)
+        errors: list[BaseException] = []
+        numbers = itertools.count()  # its next() is one step under the GIL
+
+        def loop() -> None:
+            buffers = Buffers()
+            with self._computing():
+                while not self._stop.is_set() and (number := next(numbers)) < len(tasks):
+                    results[number] = work(tasks[number], buffers)
+                    if progress is not None:
+                        progress.advance()
+
+        def helper() -> None:
+            try:
+                loop()
+            except BaseException as error:  # handed on to the caller below
+                errors.append(error)
+                self._halt()
+
+        helpers = [
+            threading.Thread(target=helper, name=f"numpy_sdpa-{number}", daemon=True)
+            for number in range(1, min(self._count, len(tasks)))
+        ]
+        started = []
+        try:
+            for thread in helpers:
+                thread.start()
+                started.append(thread)
+            loop()
+            for thread in started:
+                thread.join()
+        except BaseException:  # also KeyboardInterrupt: nobody goes on in the background
+            self._halt()
+            raise
+        finally:
+            for thread in started:
+                thread.join()
+            if first := next((error for error in errors if not isinstance(error, Stopped)), None):
+                raise first
+        return results
+
+    def _halt(self) -> None:
+        self._stop.set()
+        self.in_order.wake()
+
+
+class _BLAS:
+    """BLAS on one thread while a call computes, and afterwards as it was.
+
+    Of calls at the same time the first sets it back, since only the thread that limited BLAS can: the others go on
+    with however many threads it has then, slower but right.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_limited = False
+        self._controller: Any = None
+
+    @contextmanager
+    def single_threaded(self) -> Iterator[None]:
+        with self._lock:
+            is_first, self._is_limited = not self._is_limited, True
+        if not is_first:
+            yield
+            return
+        try:
+            with self._libraries().limit(limits=1, user_api="blas"):
+                yield
+        finally:
+            self._is_limited = False
+
+    def _libraries(self) -> Any:
+        if self._controller is None:  # it looks through every loaded library, which takes some ms: once
+            from threadpoolctl import ThreadpoolController
+
+            self._controller = ThreadpoolController()
+        return self._controller
+
+
+blas = _BLAS()

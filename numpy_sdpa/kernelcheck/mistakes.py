@@ -1,0 +1,618 @@
+"""The mistakes that kernels make, each a small mutation of the reference. To add one, write one function here.
+
+A function under ``@forward`` or ``@backward`` yields a `Change` of the chain for each form that the mistake takes;
+one under ``@rewritten`` yields what a single result becomes, from the results of a run without it. What does not
+apply to a problem yields nothing, or changes nothing. The remedy is the sentence that the report prints.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from numpy_sdpa import chain, steps
+from numpy_sdpa._internal.shapes import sum_to_shape
+from numpy_sdpa.chain import Differentiable, View
+from numpy_sdpa.kernelcheck import kernel as right
+from numpy_sdpa.kernelcheck.kernel import RIGHT, Change, Forward, Kernel
+from numpy_sdpa.kernelcheck.problem import FILL, INPUTS, Array, Problem
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Results, backward, forward, rewritten
+
+# ------------------------------------------------------------------------------------------------------------------
+# Scale
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def _scaled(variant: str, scale: float) -> Change:
+    return Change(variant, inputs={"scale": np.asarray(scale, np.float64)})
+
+
+def _default_scale(size: int) -> float:
+    return 1 / math.sqrt(size) if size else 1.0
+
+
+@forward("scale-missing", "multiply Q Kᵀ by the scale that was asked for, 1/√E where none was")
+def _(problem: Problem) -> Iterator[Change]:
+    yield _scaled("scale 1", 1.0)
+    yield _scaled("1/√E although another scale was given", _default_scale(problem.inputs["query"].shape[-1]))
+
+
+@forward("scale-by-d", "divide the scores by the square root of the head size, not by the head size")
+def _(problem: Problem) -> Iterator[Change]:
+    yield _scaled("1/E", 1 / (problem.inputs["query"].shape[-1] or 1))
+    yield _scaled("the scale squared", float(problem.resolved[0].scale) ** 2)
+
+
+@forward("scale-from-value-size", "take the default scale from the head size of query and key, not of value")
+def _(problem: Problem) -> Iterator[Change]:
+    yield _scaled("1/√Ev", _default_scale(problem.inputs["value"].shape[-1]))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Who may attend to whom
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@forward("mask-inverted", "True in the mask means may attend: negate the mask")
+def _(problem: Problem) -> Iterator[Change]:
+    mask = problem.resolved[1].mask
+    if mask is not None:
+        yield Change(options={"mask": ~mask})
+
+
+@forward("mask-ignored", "apply the mask, lengths and segments: hidden scores become −∞ before the softmax")
+def _(problem: Problem) -> Iterator[Change]:
+    options = problem.resolved[1]
+    rules = [("mask",), ("key_lengths",), ("query_lengths",), ("query_lengths", "key_lengths")]
+    rules.append(("query_segments", "key_segments"))
+    rules.append(tuple(dict.fromkeys(itertools.chain(*rules))))
+    for rule in rules:
+        on = [name for name in rule if getattr(options, name) is not None]
+        if on:
+            yield Change(", ".join(on), options=dict.fromkeys(on))
+
+
+@forward("mask-as-bias", "a boolean mask selects: do not add its 0 and 1 to the scores")
+def _(problem: Problem) -> Iterator[Change]:
+    mask, bias = problem.inputs.get("mask"), problem.inputs.get("bias", 0.0)
+    if mask is not None:
+        yield Change("scores + mask", inputs={"bias": bias + mask.astype(np.float64)}, options={"mask": None})
+        yield Change("scores − (1 − mask)", inputs={"bias": bias - (mask == 0)}, options={"mask": None})
+
+
+@forward("causal-ignored", "apply the causal rule: key j is visible to query i iff j ≤ p(i)")
+def _(problem: Problem) -> Iterator[Change]:
+    if problem.resolved[1].is_causal:
+        yield Change(options={"is_causal": False})
+
+
+@forward(
+    "causal-alignment",
+    "the diagonal is elsewhere: upper_left puts query i at i, lower_right at i + S − L (of the lengths)",
+)
+def _(problem: Problem) -> Iterator[Change]:
+    options = problem.resolved[1]
+    keys = options.key_length if options.key_lengths is None else options.key_lengths
+    queries = options.query_length if options.query_lengths is None else options.query_lengths
+    offsets = {
+        "upper left": 0,
+        "lower right": options.key_length - options.query_length,
+        "lower right of the lengths": keys - queries,
+    }
+    for name, offset in offsets.items():
+        if np.any(offset != options.offset):
+            moved = Change(name, options={"offset": offset})
+            yield moved
+            if problem.inputs.get("alibi_slopes") is not None:
+                yield replace(moved, variant=f"{name} but for ALiBi", view=_with_the_right("distance"))
+                yield replace(moved, variant=f"{name} in ALiBi alone", view=_with_the_right("visible"))
+
+
+def _with_the_right(name: str) -> Callable[[Kernel, View], View]:
+    return lambda kernel, view: view._replace(**{name: getattr(Kernel(kernel.problem, part=kernel.part).view, name)})
+
+
+@forward("causal-strict", "a query sees its own position too: j ≤ p(i), not j < p(i)")
+def _(problem: Problem) -> Iterator[Change]:
+    options = problem.resolved[1]
+    if options.is_causal:
+        yield Change(options={"is_causal": False, "window": (options.window[0], -1)})
+
+
+@forward("window-off-by-one", "the window includes both ends: p(i) − left ≤ j ≤ p(i) + right")
+def _(problem: Problem) -> Iterator[Change]:
+    window = problem.resolved[1].window
+    for step in itertools.product((0, -1, 1), repeat=2):
+        sides = [None if side is None else side + more for side, more in zip(window, step, strict=True)]
+        if tuple(sides) != window:
+            yield Change(f"window ({sides[0]}, {sides[1]})", options={"window": tuple(sides)})
+
+
+@forward("window-ignored", "apply the window: p(i) − left ≤ j ≤ p(i) + right")
+def _(problem: Problem) -> Iterator[Change]:
+    left, right_side = problem.resolved[1].window
+    for window in dict.fromkeys([(None, None), (None, right_side), (left, None)]):
+        if window != (left, right_side):
+            yield Change(f"window {window}", options={"window": window})
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# A row that sees nothing
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def _empty(kernel: Kernel) -> Array:
+    """The rows that see nothing, before the view is changed; broadcasts to (…, rows, 1)."""
+    return ~Kernel(kernel.problem, replace(kernel.change, view=None), kernel.part).sees
+
+
+@forward(
+    "fully-masked-mean", "a query that sees no key has output 0 and lse −∞; a finite fill makes it a mean of values"
+)
+def _(problem: Problem) -> Iterator[Change]:
+    masks = dict.fromkeys(("mask", "query_lengths", "key_lengths", "query_segments", "key_segments"))
+
+    def seeing(options: dict[str, Any]) -> Callable[[Kernel, View], View]:
+        """Rows that see nothing see all that `options` leave."""
+
+        def view_of(kernel: Kernel, view: View) -> View:
+            if view.visible is None:
+                return view
+            unmasked = Kernel(kernel.problem, Change(inputs={"bias": None}, options=options), kernel.part).view.visible
+            return view._replace(visible=view.visible | (_empty(kernel) & (True if unmasked is None else unmasked)))
+
+        return view_of
+
+    def filled(kernel: Kernel) -> chain.Logits:
+        stages = right.logits(kernel)
+        return stages._replace(logits=np.where(_empty(kernel) & np.isfinite(stages.logits), FILL, stages.logits))
+
+    def added(kernel: Kernel) -> chain.Logits:
+        stages = right.logits(kernel)
+        return stages._replace(logits=np.where(_empty(kernel), stages.logits + FILL, stages.logits))
+
+    def stopped(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+        return right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
+
+    if np.all(problem.sees) and problem.system.empty_rows == "zero":
+        return
+    for keys, options in (("all keys", masks | {"is_causal": False, "window": (None, None)}), ("band", masks)):
+        view = seeing(options)
+        yield Change(f"{keys}, filled", view=view, steps={"logits": filled, "logits_backward": stopped})
+        yield Change(f"{keys}, filled, gradient flowing", view=view, steps={"logits": filled})
+        yield Change(f"{keys}, fill added", view=view, steps={"logits": added})
+
+
+@forward("fully-masked-nan", "a query that sees no key has output 0 and lse −∞: guard the division by its sum of 0")
+def _(problem: Problem) -> Iterator[Change]:
+    def nan_rows(kernel: Kernel, array: Array) -> Array:
+        return np.where(_empty(kernel), np.nan, array)
+
+    def nan_heads(kernel: Kernel, array: Array) -> Array:
+        return np.where(np.any(_empty(kernel), axis=-2, keepdims=True), np.nan, array)
+
+    def output(kernel: Kernel, weights: Array) -> Array:
+        return nan_rows(kernel, right.output(kernel, np.where(np.isnan(weights), 0, weights)))
+
+    def softmax(kernel: Kernel, logits: Array) -> steps.Softmax:
+        result = right.softmax(kernel, logits)
+        return result._replace(weights=nan_rows(kernel, result.weights))
+
+    def softmax_nan_lse(kernel: Kernel, logits: Array) -> steps.Softmax:
+        result = softmax(kernel, logits)
+        return result._replace(lse=nan_rows(kernel, result.lse))
+
+    def output_backward(kernel: Kernel, grad_output: Array, weights: Array) -> steps.OutputGradients:
+        grads = right.output_backward(kernel, grad_output, np.where(np.isnan(weights), 0, weights))
+        return grads._replace(value=nan_heads(kernel, grads.value))
+
+    def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+        grads = right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
+        return grads._replace(query=nan_rows(kernel, grads.query), key=nan_heads(kernel, grads.key))
+
+    if np.all(problem.sees):
+        return
+    spread: dict[str, Callable[..., Any]] = {
+        "output": output,
+        "output_backward": output_backward,
+        "logits_backward": logits_backward,
+    }
+    for variant, function in (("", softmax), ("lse too", softmax_nan_lse)):
+        yield Change(variant, steps={"softmax": function, **spread})
+
+
+def right_change(problem: Problem) -> Change:
+    """None, unless the kernel's own system averages all values where a query sees no key: then that is right."""
+    if problem.system.empty_rows == "mean":
+        return next(MISTAKES["fully-masked-mean"].all_changes(problem), RIGHT)
+    return RIGHT
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Heads and layout
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@forward("gqa-tiled", "query head h reads key head h // (Hq / Hkv): repeat the key heads one by one, do not tile them")
+def _(problem: Problem) -> Iterator[Change]:
+    group = problem.resolved[1].group
+    if group > 1:
+        yield Change(key_heads=np.arange(problem.lead[-1]) % (problem.lead[-1] // group))
+
+
+def _reread(array: Array) -> Array:
+    """The memory of (…, H, L, E), read as (…, L, H, E)."""
+    *batch, heads, length, size = array.shape
+    return np.swapaxes(np.reshape(array, (*batch, length, heads, size)), -3, -2)
+
+
+def _written(array: Array) -> Array:
+    """(…, H, L, E), its memory written as (…, L, H, E)."""
+    return np.reshape(np.swapaxes(array, -3, -2), array.shape)
+
+
+_LAYOUT = (
+    "heads and positions are exchanged: pass and read (…, H, L, E) where that is the layout, (…, L, H, E) where that is"
+)
+
+
+@forward("layout-swapped", _LAYOUT)
+def _(problem: Problem) -> Iterator[Change]:
+    inputs = problem.inputs
+    for names in (("query", "key", "value"), ("query",), ("key", "value"), ("key",), ("value",)):
+        changed = {name: _reread(inputs[name]) for name in names}
+        variant = f"{', '.join(names)} read so"
+        yield Change(variant, inputs=changed, whole=True)
+        yield Change(
+            f"{variant}, results written so", inputs=changed, whole=True, results=lambda array: _written(array)
+        )
+    swapped = {name: np.swapaxes(inputs[name], -3, -2) for name in ("query", "key", "value")}
+    upstream = {
+        name: np.swapaxes(array, -2, -3 if name == "grad_output" else -1) for name, array in problem.upstream.items()
+    }
+    other = replace(problem, inputs={**inputs, **swapped}, upstream=upstream)
+    *batch, heads, length, _ = problem.shape_of("output")
+    upstream_shape = (*batch, length, heads)
+    with contextlib.suppress(
+        TypeError, ValueError
+    ):  # where lengths cannot be head counts no kernel takes them for that
+        if other.shape_of("output")[:-1] != upstream_shape:
+            return
+        yield Change(
+            "attending over heads", problem=other, whole=True, results=lambda array: np.swapaxes(array, -3, -2)
+        )
+
+
+@rewritten("layout-swapped", _LAYOUT, is_backward=False)
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    array = results.arrays[name]
+    if name in ("output", "grad_query", "grad_key", "grad_value"):
+        yield "axes exchanged", np.swapaxes(array, -3, -2)
+        yield "written so", _written(array)
+    if name == "lse":
+        yield "axes exchanged", np.swapaxes(array, -2, -1)
+        yield "written so", _written(array[..., None])[..., 0]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Softcap, bias, ALiBi, sinks, dropout
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@forward("softcap-ignored", "cap the scores: softcap · tanh(scores / softcap)")
+def _(problem: Problem) -> Iterator[Change]:
+    if problem.resolved[0].softcap is not None:
+        yield Change(inputs={"softcap": None})
+
+
+def _capped_late(after: tuple[str, ...], masked: bool) -> dict[str, Callable[..., Any]]:
+    """The cap over scores + `after` instead of over the scores alone; over the mask's −∞ as well where `masked`."""
+
+    def inside(kernel: Kernel) -> chain.Logits:
+        kept = {name: getattr(kernel.operands, name) if name in after else None for name in ("bias", "alibi_slopes")}
+        view = Kernel(kernel.problem, replace(kernel.change, view=None), kernel.part).view
+        return chain.logits_forward(
+            kernel.operands._replace(softcap=None, **kept), view if masked else view._replace(visible=None)
+        )
+
+    def logits(kernel: Kernel) -> chain.Logits:
+        stages = inside(kernel)
+        capped = steps.softcap_forward(np, stages.logits, kernel.operands.softcap)
+        outside = capped
+        if kernel.operands.alibi_slopes is not None and "alibi_slopes" not in after:
+            outside = steps.alibi_forward(outside, kernel.operands.alibi_slopes, kernel.view.distance)
+        if kernel.operands.bias is not None and "bias" not in after:
+            outside = outside + kernel.operands.bias
+        return chain.Logits(stages.scores, capped, steps.mask_forward(np, outside, kernel.view.visible))
+
+    def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+        capped = inside(kernel).logits
+        grad_capped, _ = steps.softcap_backward(np, grad_logits, capped, kernel.operands.softcap)
+        grad_inside = np.where(np.isfinite(capped), grad_capped, 0)
+        without_cap = replace_operands(kernel, softcap=None)
+        grads = chain.logits_backward(grad_inside, run.scores, without_cap, kernel.view)
+        outer = chain.logits_backward(grad_logits, run.scores, without_cap, kernel.view)
+        return grads._replace(**{name: getattr(outer, name) for name in ("bias", "alibi_slopes") if name not in after})
+
+    return {"logits": logits, "logits_backward": logits_backward}
+
+
+def replace_operands(kernel: Kernel, **operands: Any) -> Differentiable:
+    return kernel.operands._replace(**operands)
+
+
+@forward("softcap-after-mask", "cap before the mask: a capped −∞ is −softcap, and hidden keys get weight")
+def _(problem: Problem) -> Iterator[Change]:
+    if problem.resolved[0].softcap is not None:
+        added = tuple(name for name in ("bias", "alibi_slopes") if problem.inputs.get(name) is not None)
+        for after in dict.fromkeys([added, ()]):
+            yield Change(
+                f"scores + {' + '.join((*after, 'mask'))}",
+                steps=_capped_late(after, masked=True),
+                view=lambda kernel, view: view._replace(visible=None),
+            )
+
+
+@forward("bias-before-softcap", "cap the scores first, then add ALiBi and bias")
+def _(problem: Problem) -> Iterator[Change]:
+    if problem.resolved[0].softcap is not None:
+        added = tuple(name for name in ("bias", "alibi_slopes") if problem.inputs.get(name) is not None)
+        for after in dict.fromkeys([added, *((name,) for name in added)]):
+            if after:
+                yield Change(" and ".join(after), steps=_capped_late(after, masked=False))
+
+
+@forward("bias-ignored", "add the bias to the scores")
+def _(problem: Problem) -> Iterator[Change]:
+    bias = problem.inputs.get("bias")
+    if bias is not None:
+        yield Change(inputs={"bias": np.zeros_like(bias)})
+        if np.any(np.isneginf(bias)):
+            yield Change("its −∞ kept", inputs={"bias": np.where(np.isneginf(bias), bias, 0)})
+
+
+@forward("alibi-ignored", "add −slope · |p(i) − j| to the scores")
+def _(problem: Problem) -> Iterator[Change]:
+    slopes = problem.inputs.get("alibi_slopes")
+    if slopes is not None:
+        yield Change(inputs={"alibi_slopes": np.zeros_like(slopes)})
+
+
+@forward("alibi-sign", "ALiBi lowers the scores with the distance: −slope · |p(i) − j|")
+def _(problem: Problem) -> Iterator[Change]:
+    def signed(sign: int) -> Callable[[Kernel, View], View]:
+        def view_of(kernel: Kernel, view: View) -> View:
+            rows, columns = kernel.part.row_indices(), kernel.part.column_indices()
+            return view._replace(distance=sign * (rows[:, None] + kernel.options.offset - columns).astype(np.float64))
+
+        return view_of
+
+    def negated(kernel: Kernel, view: View) -> View:
+        return view._replace(distance=-np.asarray(view.distance))
+
+    if problem.inputs.get("alibi_slopes") is not None:
+        yield Change("+ slope · |p(i) − j|", view=negated)
+        yield Change("− slope · (p(i) − j)", view=signed(1))
+        yield Change("+ slope · (p(i) − j)", view=signed(-1))
+
+
+@forward("sinks-ignored", "the sink joins the softmax's sum: row_sum = Σ exp(logits) + exp(sink)")
+def _(problem: Problem) -> Iterator[Change]:
+    sinks = problem.inputs.get("sinks")
+    if sinks is not None:
+        yield Change(inputs={"sinks": np.full_like(sinks, -np.inf)})
+
+
+@forward("sinks-ignored-in-lse", "lse includes the sink: log(Σ exp(logits) + exp(sink))")
+def _(problem: Problem) -> Iterator[Change]:
+    def softmax(kernel: Kernel, logits: Array) -> steps.Softmax:
+        without = steps.softmax_forward(np, logits, None, kernel.view.visible)
+        return right.softmax(kernel, logits)._replace(lse=without.lse)
+
+    if problem.inputs.get("sinks") is not None:
+        yield Change(steps={"softmax": softmax})
+
+
+@forward("dropout-not-rescaled", "divide the kept weights by 1 − p")
+def _(problem: Problem) -> Iterator[Change]:
+    if problem.resolved[1].dropout is not None:
+        yield Change(view=lambda kernel, view: view._replace(dropout_p=0.0))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Softmax
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@rewritten("lse-base-2", "give lse as a natural logarithm: multiply by ln 2", is_backward=False)
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    if name == "lse":
+        yield "", results.arrays[name] / math.log(2)
+
+
+@forward("softmax-wrong-axis", "normalise over the keys, the last axis of the scores")
+def _(problem: Problem) -> Iterator[Change]:
+    def over(axis: int) -> dict[str, Callable[..., Any]]:
+        def softmax(kernel: Kernel, logits: Array) -> steps.Softmax:
+            visible = kernel.view.visible
+            if visible is not None:
+                visible = np.moveaxis(np.broadcast_to(visible, logits.shape), axis, -1)
+            weights = steps.softmax_forward(np, np.moveaxis(logits, axis, -1), None, visible).weights
+            return right.softmax(kernel, logits)._replace(weights=np.moveaxis(weights, -1, axis))
+
+        def softmax_backward(
+            kernel: Kernel, weights: Array, grad_weights: Array, row_dot: Array, grad_lse: Array
+        ) -> Array:
+            return weights * (grad_weights - np.sum(weights * grad_weights, axis=axis, keepdims=True) + grad_lse)
+
+        return {"softmax": softmax, "softmax_backward": softmax_backward}
+
+    names = {-2: "queries", -3: "heads"}
+    for axis in range(-2, -len(problem.plane) - 1, -1):
+        yield Change(f"over {names.get(axis, 'the batch')}", steps=over(axis), whole=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The backward pass
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@backward("row-dot-missing", "subtract D = Σ P ∘ gP of the row: gS = P ∘ (gP − D)")
+def _(problem: Problem) -> Iterator[Change]:
+    def softmax_backward(kernel: Kernel, weights: Array, grad_weights: Array, row_dot: Array, grad_lse: Array) -> Array:
+        return right.softmax_backward(kernel, weights, grad_weights, np.zeros_like(row_dot), grad_lse)
+
+    def sinks_backward(kernel: Kernel, row_dot: Array, grad_lse: Array, lse: Array) -> Array | None:
+        return right.sinks_backward(kernel, np.zeros_like(row_dot), grad_lse, lse)
+
+    yield Change(steps={"softmax_backward": softmax_backward})
+    yield Change("for sinks too", steps={"softmax_backward": softmax_backward, "sinks_backward": sinks_backward})
+    yield Change("for sinks alone", steps={"sinks_backward": sinks_backward})
+
+
+_EXCHANGED = "gQ = scale · gS K and gK = scale · gSᵀ Q: query and key are exchanged"
+
+
+@rewritten("grad-query-key-swapped", _EXCHANGED)
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    other = {"grad_query": "grad_key", "grad_key": "grad_query"}.get(name)
+    if other is not None and other in results.arrays:
+        yield f"{other} given", results.arrays[other]
+
+
+@backward("grad-query-key-swapped", _EXCHANGED)
+def _(problem: Problem) -> Iterator[Change]:
+    def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+        exchanged = replace_operands(kernel, query=kernel.operands.key, key=kernel.operands.query)
+        return right.logits_backward(kernel, grad_logits, run)._replace(
+            **{
+                name: getattr(chain.logits_backward(grad_logits, run.scores, exchanged, kernel.view), name)
+                for name in ("query", "key")
+            }
+        )
+
+    if problem.plane[-1] == problem.plane[-2]:
+        yield Change("gS Q and gSᵀ K", steps={"logits_backward": logits_backward}, whole=True)
+
+
+@rewritten("scale-missing-in-backward", "scale the gradients of query and key: gQ = scale · gS K, gK = scale · gSᵀ Q")
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    scale = float(results.problem.resolved[0].scale)
+    if name in ("grad_query", "grad_key") and scale != 0:
+        yield "", results.arrays[name] / scale
+
+
+@rewritten(
+    "scale-twice-in-backward", "scale the gradients of query and key once: the scaled query already holds the scale"
+)
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    if name in ("grad_query", "grad_key"):
+        yield "", results.arrays[name] * float(results.problem.resolved[0].scale)
+
+
+@backward("softcap-derivative-missing", "multiply the scores' gradient by 1 − tanh²(scores / softcap)")
+def _(problem: Problem) -> Iterator[Change]:
+    def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+        return chain.logits_backward(grad_logits, run.scores, replace_operands(kernel, softcap=None), kernel.view)
+
+    if problem.resolved[0].softcap is not None:
+        yield Change(steps={"logits_backward": logits_backward})
+
+
+@rewritten("group-sum-missing", "sum the gradients of key and value over the query heads of each group")
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    problem = results.problem
+    group = problem.resolved[1].group
+    if name not in ("grad_key", "grad_value") or group == 1 or results.unsummed is None:
+        return
+    of_heads = results.unsummed(name.removeprefix("grad_"))
+    yield "not summed", of_heads
+    *batch, heads, length, size = of_heads.shape
+    of_groups = np.reshape(of_heads, (*batch, heads // group, group, length, size))
+    shape = problem.shape_of(name)
+    yield "mean of the group", sum_to_shape(np, np.mean(of_groups, axis=-3), shape)
+    for head in range(group):
+        yield f"head {head} of the group alone", sum_to_shape(np, of_groups[..., head, :, :], shape)
+
+
+@rewritten("broadcast-sum-missing", "sum a gradient over every axis along which its input was broadcast")
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    problem = results.problem
+    argument = name.removeprefix("grad_")
+    axes = problem.repeated_axes(argument) if argument in INPUTS else ()
+    if not axes or results.unsummed is None:
+        return
+    full = problem.in_groups(argument, results.unsummed(argument))
+    takes = {
+        "not summed": lambda array, axes: array,
+        "first": lambda array, axes: _taken(array, axes, 0),
+        "last": lambda array, axes: _taken(array, axes, -1),
+        "mean": lambda array, axes: np.mean(array, axis=axes, keepdims=True),
+    }
+    for count in range(1, len(axes) + 1):
+        for wrong in itertools.combinations(axes, count):
+            summed = tuple(axis for axis in axes if axis not in wrong)
+            array = np.sum(full, axis=summed, keepdims=True) if summed else full
+            for kind, take in takes.items():
+                yield f"{kind} over axes {wrong}", take(array, wrong)
+
+
+def _taken(array: Array, axes: tuple[int, ...], index: int) -> Array:
+    for axis in axes:
+        array = np.take(array, [index], axis=axis)
+    return array
+
+
+@backward("grad-value-undropped", "the gradient of value takes the weights after dropout: gV = Wᵀ gO")
+def _(problem: Problem) -> Iterator[Change]:
+    def output_backward(kernel: Kernel, grad_output: Array, weights: Array) -> steps.OutputGradients:
+        value = steps.output_backward(np, grad_output, weights, kernel.operands.value, kernel.view.visible, 1).value
+        return right.output_backward(kernel, grad_output, weights)._replace(value=value)
+
+    if problem.resolved[1].dropout is not None:
+        yield Change(steps={"output_backward": output_backward})
+
+
+_BIAS = "the gradient of the bias is that of the logits: neither the scale nor the softcap reaches it"
+
+
+@rewritten("grad-bias-scaled", _BIAS)
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    scale = float(results.problem.resolved[0].scale)
+    if name == "grad_bias":
+        yield "times the scale", results.arrays[name] * scale
+        if scale != 0:
+            yield "divided by the scale", results.arrays[name] / scale
+
+
+@backward("grad-bias-scaled", _BIAS)
+def _(problem: Problem) -> Iterator[Change]:
+    def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+        grads = right.logits_backward(kernel, grad_logits, run)
+        scores = steps.mask_backward(np, run.scores, kernel.view.visible)
+        return grads._replace(bias=steps.softcap_backward(np, grads.bias, scores, kernel.operands.softcap).scores)
+
+    if problem.resolved[0].softcap is not None and problem.inputs.get("bias") is not None:
+        yield Change("through the softcap", steps={"logits_backward": logits_backward})
+
+
+@rewritten("grad-sinks-sign", "the gradient of a sink is p_sink · (g_lse − D): a sink takes from its row")
+def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
+    if name == "grad_sinks":
+        yield "", -results.arrays[name]
+
+
+@backward("causal-ignored-in-backward", "apply the causal rule where the backward rebuilds the weights, too")
+def _(problem: Problem) -> Iterator[Change]:
+    if problem.resolved[1].is_causal:
+        yield Change(options={"is_causal": False})
+
+
+@backward("lse-gradient-ignored", "add the upstream gradient of lse: gS = P ∘ (gP − D + g_lse)")
+def _(problem: Problem) -> Iterator[Change]:
+    if "grad_lse" in problem.upstream:
+        yield Change(steps={"grad_lse": lambda kernel, lse: np.zeros((1, 1))})

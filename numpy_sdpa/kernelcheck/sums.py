@@ -1,0 +1,134 @@
+"""The rounding variance of sums: in any order, in the given order, and of terms that are alike.
+
+Variances are in units of `Precision.rounding` squared. docs/tolerance.md derives them under the functions' names.
+"""
+
+import numpy as np
+
+from numpy_sdpa._internal.namespace import Array
+from numpy_sdpa.kernelcheck.precision import FORMATS, Precision
+
+# Partial sums are looked at after each of so many parts of a sum: every 256th of 4096 terms.
+PARTS = 16
+
+_TINY = np.finfo(np.float64).tiny
+
+
+def sum_variance(total: Array, squares: Array, count: int, precision: Precision) -> Array:
+    """Of a sum of `count` products, one by one in any order: n (total²/3 + Σx²/6), and Σx² for the products.
+
+    `total` is the sum, `squares` the sum of the squared terms. Blocks and pairs cost less; like terms drift.
+    """
+    spread = count * squares / np.maximum(total**2, _TINY) - 1
+    return (count / 3 + drift(spread, count, precision)) * total**2 + (count / 6 + 1) * squares
+
+
+def drift(spread: Array, count: Array | float, precision: Precision) -> Array:
+    """Relative variance of adding `count` like terms one by one, in addition; `spread` is their relative variance.
+
+    Each addition then rounds as the last one did for as long as the sum's exponent stays: n/3 roundings in all, if the
+    terms differ by less than n eps.
+    """
+    return count**2 / 9 * _share(spread, count * precision.vanishing)
+
+
+def stored_alike(weights: Array, log_weights: Array, axis: int, precision: Precision) -> Array:
+    """Relative variance of a sum over weights along an axis, from roundings to the half type that are equal.
+
+    Weights that differ by less than the type's eps round alike. The largest ones and the smallest ones are looked at:
+    all weights of an even row; the one for the first key and those for all others; the two sides of a saturated softcap.
+    """
+    if not precision.half or weights.size == 0:
+        return np.zeros_like(np.sum(weights, axis=axis, keepdims=True))
+    total = np.maximum(np.sum(weights, axis=axis, keepdims=True), _TINY)
+    share = np.zeros_like(total)
+    for least, of in ((-np.inf, np.max), (np.inf, np.min)):
+        distance = log_weights - of(np.where(weights > 0, log_weights, least), axis=axis, keepdims=True)
+        alike = np.where(weights > 0, weights * _share(distance**2, precision.half_eps), 0.0)
+        share = share + (np.sum(alike, axis=axis, keepdims=True) / total) ** 2
+    return precision.half * np.minimum(share, 1)
+
+
+def _share(spread: Array, scale: Array | float) -> Array:
+    """From 1 where terms are alike on this scale to 0 where they are not."""
+    return scale**2 / np.maximum(scale**2 + np.maximum(spread, 0), _TINY)
+
+
+def log_spread(weights: Array, log_weights: Array, axis: int) -> Array:
+    """Variance of the logarithms of the weights along an axis, under these weights."""
+    total = np.maximum(np.sum(weights, axis=axis, keepdims=True), _TINY)
+    mean = np.sum(weights * log_weights, axis=axis, keepdims=True) / total
+    return np.sum(weights * (log_weights - mean) ** 2, axis=axis, keepdims=True) / total
+
+
+class RunningSum:
+    """The mean square of a sum's partial sums, in the given order or its reverse, whichever is larger."""
+
+    def __init__(self) -> None:
+        self.total: Array | float = 0.0
+        self._sums: Array | float = 0.0
+        self._squares: Array | float = 0.0
+        self._parts = 0
+
+    def add(self, part: Array) -> None:
+        self.total = self.total + part
+        self._sums = self._sums + self.total
+        self._squares = self._squares + self.total**2
+        self._parts += 1
+
+    def add_along(self, parts: Array) -> None:
+        """Parts that follow each other along the last axis."""
+        if parts.shape[-1] == 0:
+            return
+        partial = np.asarray(self.total)[..., None] + np.cumsum(parts, axis=-1)
+        self.total = partial[..., -1]
+        self._sums = self._sums + np.sum(partial, axis=-1)
+        self._squares = self._squares + np.sum(partial**2, axis=-1)
+        self._parts += parts.shape[-1]
+
+    def mean_square(self) -> Array | float:
+        forward = self._squares / max(1, self._parts)
+        backward = forward + self.total * (self.total - 2 * self._sums / max(1, self._parts))
+        return np.maximum(forward, backward)
+
+
+def parts_of(length: int) -> list[slice]:
+    """An axis in at most `PARTS` parts."""
+    size = max(1, -(-length // PARTS))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def summed_in_parts(terms: Array) -> Array:
+    """(…, n) → (…, parts): the last axis summed part by part."""
+    starts = [part.start for part in parts_of(terms.shape[-1])]
+    return np.add.reduceat(terms, starts, axis=-1) if starts else terms
+
+
+def like_counts(product: Array, query_length: int) -> tuple[Array, Array]:
+    """How many rows are like each row of a product (…, rows, 1), and columns like each column (…, 1, columns).
+
+    Equal numbers are rounded equally: their errors add up where those of different ones average out. Equal queries,
+    repeated tokens and padding make them. Two rows are called equal if a random projection of them is, to float32's
+    eps; if a tile's rows are, those of the other tiles are taken to be.
+    """
+    rows, columns = product.shape[-2:]
+    draw = np.random.default_rng(0).standard_normal
+    like_rows = _repetitions(product, draw(columns))
+    like_rows = np.where(like_rows > 1, like_rows * query_length / max(1, rows), 1.0)
+    return like_rows[..., None], _repetitions(product.mT, draw(rows))[..., None, :]
+
+
+def _repetitions(vectors: Array, direction: Array) -> Array:
+    """How many vectors (…, n, d) project on the direction as each does, itself included: (…, n)."""
+    projection = vectors @ direction
+    allowed = np.sqrt(vectors**2 @ direction**2) * FORMATS["float32"].eps
+    if projection.size == 0:
+        return projection
+    order = np.argsort(projection, axis=-1)
+    starts = np.ones(projection.shape, dtype=bool)  # of a run of equal ones in the sorted order
+    gaps = np.diff(np.take_along_axis(projection, order, -1), axis=-1)
+    starts[..., 1:] = gaps > np.take_along_axis(allowed, order, -1)[..., 1:]
+    runs = np.cumsum(starts) - 1
+    repetitions = np.empty(projection.shape)
+    np.put_along_axis(repetitions, order, np.bincount(runs)[runs].reshape(projection.shape), -1)
+    return repetitions

@@ -1,0 +1,205 @@
+"""How often the checks are mistaken, over many random functions and some awkward ones."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy.differentiate import derivative
+from smooth_functions import draw
+
+from numpy_sdpa.gradcheck import check_adjoint, check_jvp, check_taylor, check_vjp
+from numpy_sdpa.gradcheck._fits import _TIMES, _fit
+from numpy_sdpa.gradcheck._quotients import NOISE_TIMES, noise_of, stencil
+
+CASES = 20
+
+
+def count(run, dtype):
+    """The verdicts of `run` over random functions."""
+    found = Counter()
+    for seed in range(CASES):
+        case = draw(np.random.default_rng(seed), dtype)
+        with np.errstate(over="ignore"):
+            found.update(row.verdict for row in run(case, seed).rows)
+    return found
+
+
+RUNS = {
+    "vjp": lambda case, seed, **options: check_vjp(
+        case.function, case.vjp, case.args, rng=seed, raise_exception=False, **options
+    ),
+    "jvp": lambda case, seed, **options: check_jvp(
+        case.function, case.jvp, case.args, rng=seed, raise_exception=False, **options
+    ),
+    "adjoint": lambda case, seed, **options: check_adjoint(
+        case.jvp, case.vjp, case.args, rng=seed, raise_exception=False, **options
+    ),
+    "taylor": lambda case, seed, **options: check_taylor(
+        case.function, case.jvp, case.args, rng=seed, raise_exception=False, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("check", RUNS)
+@pytest.mark.parametrize("direction", ["all", "random"])
+@pytest.mark.parametrize(("dtype", "least"), [("float64", 1.0), ("float32", 0.95)])
+def test_right_derivatives_are_never_wrong_and_nearly_always_right(check, direction, dtype, least):
+    """The rest are tanh of 9 or more, whose slope lies below the rounding of 1."""
+    found = count(lambda case, seed: RUNS[check](case, seed, direction=direction), dtype)
+    assert found["wrong"] == 0
+    assert found["right"] >= least * found.total()
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float64", 1.0), ("float32", 0.95)])
+def test_right_derivatives_by_complex_steps(dtype, least):
+    found = count(lambda case, seed: RUNS["vjp"](case, seed, method="complex"), dtype)
+    assert found["wrong"] == 0
+    assert found["right"] >= least * found.total()
+
+
+@pytest.mark.parametrize(("dtype", "relative"), [("float64", 1.1e-6), ("float32", 3e-3)])
+@pytest.mark.parametrize("direction", ["all", "random"])
+def test_one_wrong_entry_is_nearly_always_wrong_and_never_right(dtype, relative, direction):
+    """The largest entry of one gradient, off by a relative error of ten tolerances or more."""
+
+    def broken(case, seed):
+        position = seed % len(case.args)
+        changed = []
+
+        def vjp(grad, *args):
+            gradients = [np.array(g) for g in case.vjp(grad, *args)]
+            gradient = gradients[position]
+            worst = np.unravel_index(np.argmax(np.abs(gradient)), gradient.shape)
+            changed.append(gradient[worst] != 0)
+            gradient[worst] += relative * gradient[worst]
+            return gradients
+
+        report = RUNS["vjp"](case._replace(vjp=vjp), seed, direction=direction)
+        return report.rows[position].verdict if all(changed) else "unchanged"
+
+    found = Counter(broken(draw(np.random.default_rng(seed), dtype), seed) for seed in range(CASES))
+    assert found["wrong"] >= 0.9 * (CASES - found["unchanged"])
+    if direction == "all":
+        assert found["right"] == 0
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1e-30, 1e-8, 1e8, 1e30, 1e150])
+def test_any_scale_of_the_argument(scale):
+    x = scale * np.random.default_rng(0).normal(size=4)
+    assert check_vjp(lambda x: np.sin(x / scale), lambda g, x: g * np.cos(x / scale) / scale, (x,)).passed
+    report = check_vjp(
+        lambda x: np.sin(x / scale),
+        lambda g, x: g * np.cos(x / scale) / scale * (1 + 1e-6),
+        (x,),
+        raise_exception=False,
+    )
+    assert report.rows[0].verdict == "wrong"
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e3, 1e5])
+def test_a_function_with_a_scale_of_its_own(scale):
+    """The first step is the argument's size; the function changes over 1."""
+    x = scale * np.random.default_rng(0).normal(size=4)
+    assert check_vjp(np.sin, lambda g, x: g * np.cos(x), (x,)).passed
+    assert check_jvp(np.sin, lambda t, x: t[0] * np.cos(x), (x,)).passed
+    assert check_taylor(np.sin, lambda t, x: t[0] * np.cos(x), (x,)).passed
+
+
+def test_small_float32_arguments():
+    x = (1e-8 * np.random.default_rng(0).normal(size=4)).astype(np.float32)
+    assert check_vjp(np.exp, lambda g, x: g * np.exp(x), (x,)).passed
+
+
+def test_entries_of_very_different_size():
+    x = np.array([1e-8, 1e-3, 1.0, 1e5])
+    assert check_vjp(np.log, lambda g, x: g / x, (x,)).passed
+
+
+@pytest.mark.parametrize("frequency", [3e2, 1e4, 1e5, 1e6])
+def test_steps_far_too_large_for_a_function_never_make_its_gradient_wrong(frequency):
+    x = np.random.default_rng(0).normal(size=5)
+    report = check_vjp(
+        lambda x: np.sin(frequency * x),
+        lambda g, x: frequency * g * np.cos(frequency * x),
+        (x,),
+        raise_exception=False,
+    )
+    assert report.rows[0].verdict != "wrong"
+    report = check_vjp(np.sin, lambda g, x: g * np.cos(x), (1e8 * x,), raise_exception=False)
+    assert report.rows[0].verdict != "wrong"
+
+
+def test_a_step_of_ones_own():
+    def function(x):
+        return np.sin(50 * x)
+
+    def vjp(grad, x):
+        return 50 * grad * np.cos(50 * x)
+
+    x = np.array([0.1, 0.2])
+    assert check_vjp(function, vjp, (x,), eps=1e-2).passed
+    report = check_vjp(function, vjp, (x,), eps=1e-13, raise_exception=False)
+    assert report.rows[0].verdict == "undecided"
+    report = check_taylor(function, lambda t, x: 50 * t[0] * np.cos(50 * x), (x,), eps=1e-3)
+    assert report.rows[0].steps[0] == 1e-3
+    seen = []
+
+    def watched(x):
+        seen.append(x)
+        return x * x
+
+    check_vjp(watched, lambda g, x: 2 * x * g, (x,), method="complex", eps=1e-5)
+    assert max(abs(np.imag(s)).max() for s in seen) == pytest.approx(1.75e-5)
+
+
+def test_the_stencil_is_scipys():
+    """The noise and the jump are estimated from the very points that SciPy's quotient weighs."""
+    for order in (4, 6, 8):
+        points = stencil(order)
+        half = order // 2
+        values = np.random.default_rng(order).normal(size=2 * half + 1)
+
+        def function(t, points=points, values=values, half=half):
+            place = np.rint(np.sign(t) * (half - np.log2(1 / np.maximum(np.abs(t), 1e-9)))).astype(int)
+            return values[np.where(t == 0, 0, place) + half]
+
+        found = derivative(function, 0.0, initial_step=1.0, order=order, maxiter=1).df
+        odd = [(function(np.array(h)) - function(np.array(-h))) / 2 for h in points.nodes]
+        np.testing.assert_allclose(points.slope_weights @ odd, found, rtol=1e-12)
+        # exact for polynomials, and for a kink
+        even = points.nodes[:, None] ** np.arange(2, order, 2)
+        np.testing.assert_allclose(points.jump_weights @ even, 0, atol=1e-12)
+        assert points.jump_weights @ points.nodes == pytest.approx(1)
+
+
+def test_the_noise_is_measured():
+    rng = np.random.default_rng(0)
+    times = NOISE_TIMES[:, None]
+    curve = 3 + 0.1 * times - 0.02 * times**2 + 1e-3 * times**3 + 1e-5 * times**4
+    noise = noise_of(curve + 0.5 * rng.normal(size=(NOISE_TIMES.size, 400)))
+    assert np.sqrt(np.mean(noise**2)) == pytest.approx(0.5, rel=0.05)
+    assert noise_of(curve) < 1e-12
+    assert np.isinf(noise_of(np.where(times == 0.5, np.nan, curve)))
+
+
+def test_the_fit_of_half_precision():
+    fit = _fit(5)
+    for power in range(6):
+        assert fit.slope @ _TIMES**power == pytest.approx(float(power == 1), abs=1e-10)
+        assert fit.half_jump @ _TIMES**power == pytest.approx(0, abs=1e-9)
+    assert fit.half_jump @ np.abs(_TIMES) == pytest.approx(1)
+    assert np.linalg.norm(fit.slope) == pytest.approx(2 / 3, rel=0.02)
+
+
+def test_a_quotient_evaluates_each_point_once():
+    calls = Counter()
+
+    def function(x):
+        calls[x.tobytes()] += 1
+        return np.stack([np.sin(x), np.cos(x), x * x])
+
+    x = np.array([0.3, 0.7])
+    check_jvp(function, lambda t, x: np.stack([np.cos(x), -np.sin(x), 2 * x]) * t[0], (x,))
+    assert calls.pop(x.tobytes()) == 1
+    # twenty points of noise, six far ones, and 14 for each direction: SciPy's 8 and three halvings
+    assert calls.total() <= 20 + 6 + 2 * 14
