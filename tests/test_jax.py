@@ -113,3 +113,24 @@ def with_derivatives(case, results):
         return found | {name.replace("grad_", "tangent_"): tangent for name, tangent in tangents.items()}
 
     return lambda arrays: (results(arrays), derivatives(arrays))
+
+
+@pytest.mark.parametrize("compute_dtype", ["float64", "complex128"])
+def test_a_compute_dtype_that_jax_would_cut_to_half_is_refused(compute_dtype):
+    with JAX_32.installed():
+        import jax.numpy as jnp
+
+        query = jnp.ones((2, 3))
+        with pytest.raises(ValueError, match=f"compute_dtype={compute_dtype}: .*jax_enable_x64"):
+            numpy_sdpa.attention(query, query, query, compute_dtype=compute_dtype)
+
+
+def test_a_side_that_reaches_everything_is_unbounded_in_32_bits():
+    with JAX_32.installed():
+        import jax.numpy as jnp
+
+        query = jnp.zeros((2, 1, 3, 2))
+        lse = numpy_sdpa.sdpa_forward(query, query, query, query_offset=[-3, 2], window=(2**31 - 1,) * 2)[1].lse
+        np.testing.assert_allclose(np.asarray(lse), np.log(3), rtol=1e-6)
+        with pytest.raises(ValueError, match="query_offset must lie in"):
+            numpy_sdpa.attention(query, query, query, query_offset=2**40, is_causal=True)

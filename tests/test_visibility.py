@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from reach import visible_plane
 
+from numpy_sdpa import sdpa_forward
 from numpy_sdpa._internal.options import resolve
 from numpy_sdpa.chain import tile_of_bias
 from numpy_sdpa.visibility import (
@@ -169,3 +170,16 @@ def test_positions_and_distances():
     np.testing.assert_array_equal(alibi_distance(options, tile), np.array(distances)[:, None])
     assert tile.shape == (3, 2)
     assert whole_plane(options) == Tile(slice(0, 5), slice(0, 5))
+
+
+@pytest.mark.parametrize("offset", [-3, [-3, -3], [4, 4]], ids=str)
+@pytest.mark.parametrize("side", [2**31 - 1, 2**63 - 1, 2**63, 2**100])
+def test_a_side_that_reaches_everything_is_unbounded(offset, side):
+    """Also where it fits no integer, or its distance from a query's position does not."""
+    query = np.zeros((2, 1, 5, 2))
+    for window in ((side, 1), (1, side), (side, side)):
+        unbounded = tuple(None if part == side else part for part in window)
+        expected = sdpa_forward(query, query, query, query_offset=offset, window=unbounded)[1].lse
+        for method in ("dense", "blockwise"):
+            residuals = sdpa_forward(query, query, query, query_offset=offset, window=window, method=method)[1]
+            np.testing.assert_array_equal(residuals.lse, expected)

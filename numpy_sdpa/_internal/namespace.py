@@ -44,6 +44,8 @@ def _module_of(name: str, array: Array) -> Namespace:
                 f"{name} is a numpy.ma.MaskedArray, whose mask would be ignored: "
                 f"pass {name}.data, and what may be attended to as mask="
             )
+        if isinstance(array, np.matrix):
+            raise TypeError(f"{name} is a numpy.matrix, whose * is a matrix product: pass numpy.asarray({name})")
         return np
     package = type(array).__module__.partition(".")[0]
     if package == "cupy":  # no __array_namespace__: the type's module is the only sign
@@ -108,6 +110,12 @@ def result_type(xp: Namespace, *dtypes: DType) -> DType:
         dtypes = tuple(dtype for dtype in dtypes if dtype_name(dtype) not in ("float16", "bfloat16"))
         return xp.result_type(xp.float32, *dtypes)
     return xp.result_type(*dtypes)
+
+
+def makes_dtype(xp: Namespace, name: str) -> bool:
+    """False where the module has the name only: jax.numpy without x64 turns float64 into float32."""
+    inspection = getattr(xp, "__array_namespace_info__", None)
+    return xp is np or inspection is None or name in inspection().dtypes()
 
 
 def default_integer(xp: Namespace) -> DType:

@@ -26,6 +26,8 @@ from numpy_sdpa._internal.namespace import (
     dtype_name,
     from_list,
     is_cupy,
+    makes_dtype,
+    real_part,
     result_type,
 )
 
@@ -274,6 +276,11 @@ class _Door:
         name = dtype_name(wanted)
         if name not in ("float32", "float64", "longdouble", "float96", "float128", "complex128"):
             raise ValueError(f"compute_dtype must be float32, float64 or complex128, got {name}")
+        if not makes_dtype(xp, name):
+            raise ValueError(
+                f"compute_dtype={name}: {xp.__name__} makes no such arrays as it is set up now"
+                + ('; jax.config.update("jax_enable_x64", True) lets it' if xp.__name__ == "jax.numpy" else "")
+            )
         return self.as_dtype(getattr(xp, name))
 
     def as_dtype(self, scalar_type: DType) -> DType:
@@ -395,7 +402,9 @@ class _Door:
 
     # integers
 
-    def integers(self, name: str, shape: tuple[int, ...], high: int | None = None, bound: str = "") -> Array | None:
+    def integers(
+        self, name: str, shape: tuple[int, ...], low: int | None = None, high: int | None = None, bound: str = ""
+    ) -> Array | None:
         """Integers of exactly this shape, on the device; they may come from the host whatever the module."""
         value = self.given.get(name)
         if value is None:
@@ -412,13 +421,13 @@ class _Door:
                 f"{described(query=self.arrays['query'], key=self.arrays['key'])}"
             )
         if isinstance(array, np.ndarray | np.generic):
-            if high is not None and array.size and not (array.min() >= 0 and array.max() <= high):
-                raise ValueError(_out_of_range(name, high, bound, array.min(), array.max()))
+            if high is not None and array.size and not (array.min() >= low and array.max() <= high):
+                raise ValueError(_out_of_range(name, low, high, bound, array.min(), array.max()))
             return asarray(self.xp, array, default_integer(self.xp), self.like)
         if high is not None:
             self.checks.require(
-                self.xp.all((array >= 0) & (array <= high)),
-                lambda: _out_of_range(name, high, bound, self.xp.min(array), self.xp.max(array)),
+                self.xp.all((array >= low) & (array <= high)),
+                lambda: _out_of_range(name, low, high, bound, self.xp.min(array), self.xp.max(array)),
             )
         return astype(array, default_integer(self.xp))
 
@@ -429,7 +438,7 @@ class _Door:
         return self.xp.reshape(array, self.batch + (1,) * (len(self.plane) - len(self.batch)))
 
     def lengths(self, name: str, axis: int, bound: str) -> Array | None:
-        return self.to_batch(self.integers(name, self.batch, self.plane[axis], bound))
+        return self.to_batch(self.integers(name, self.batch, 0, self.plane[axis], f" (the {bound})"))
 
     def segments(self) -> tuple[Array | None, Array | None]:
         """(B…, 1, L, 1) and (B…, 1, 1, S); without the head axis at rank 2."""
@@ -449,7 +458,7 @@ class _Door:
     def offset(self, query_lengths: Array | None, key_lengths: Array | None) -> Any:
         alignment = self.given.get("alignment", "upper_left")
         offset = self.given.get("query_offset")
-        if alignment not in ("upper_left", "lower_right"):
+        if not isinstance(alignment, str) or alignment not in ("upper_left", "lower_right"):
             raise ValueError(f'alignment must be "upper_left" or "lower_right", got {alignment!r}')
         if alignment == "lower_right":
             if offset is not None:
@@ -459,9 +468,12 @@ class _Door:
             return keys - queries
         if offset is None:
             return 0
-        if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
+        farthest = _farthest(self.xp)
+        if _is_int(offset):
+            if abs(int(offset)) > farthest:
+                raise ValueError(_out_of_range("query_offset", -farthest, farthest, "", offset, offset))
             return int(offset)
-        return self.to_batch(self.integers("query_offset", self.batch))
+        return self.to_batch(self.integers("query_offset", self.batch, -farthest, farthest))
 
     def window(self) -> tuple[int | None, int | None]:
         window = self.given.get("window")
@@ -469,14 +481,18 @@ class _Door:
             return None, None
         form = "window must be (left, right), each an int ≥ 0 or None for unbounded"
         if not isinstance(window, tuple | list) or len(window) != 2:
-            hint = f": window=({window}, {window}), or ({window}, 0) under is_causal" if _is_int(window) else ""
+            hint = ""
+            if _is_int(window) and window >= 0:
+                hint = f": window=({window}, {window}), or ({window}, 0) under is_causal"
             raise ValueError(f"{form}{hint}; got {window!r}")
         for side in window:
             if side is not None and not _is_int(side):
                 raise ValueError(f"{form}; got {window!r}")
             if side is not None and side < 0:
                 raise ValueError(f"{form}: None, not −1, is unbounded; got {window!r}")
-        left, right = (None if side is None else int(side) for side in window)
+        # a side that no distance between two positions reaches is unbounded, and need not fit the integers
+        farthest = 2 * _farthest(self.xp)
+        left, right = (None if side is None or side > farthest else int(side) for side in window)
         return left, right
 
     # numbers
@@ -486,6 +502,10 @@ class _Door:
         value = self.given.get(name, default)
         if value is None:
             return None
+        if isinstance(value, list | tuple):
+            value = from_list(name, value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = _as_float(name, value)
         shape = getattr(value, "shape", ())
         if tuple(shape) != ():
             raise ValueError(f"{name} must be one number, got shape {tuple(shape)}")
@@ -493,15 +513,22 @@ class _Door:
         if kind not in "if" and not (kind == "c" and self.complex):
             raise TypeError(f"{name} must be a real number, got {value!r}")
         if not hasattr(value, "dtype") or isinstance(value, np.ndarray | np.generic):
-            if not np.isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value}")
-            if name == "softcap" and not np.real(value) > 0:
-                raise ValueError(_not_positive(value))
-            return asarray(self.xp, value, self.compute_dtype, self.like)
-        self.checks.require(self.xp.isfinite(value), lambda: f"{name} must be finite, got {value}")
+            compute_dtype = dtype_name(self.compute_dtype)
+            with np.errstate(all="ignore"):
+                rounded = np.asarray(value, compute_dtype)
+            if not np.isfinite(rounded):
+                raise ValueError(f"{name} must be finite in {compute_dtype}, got {value}")
+            if name == "softcap" and not np.real(rounded) > 0:
+                raise ValueError(_not_positive(value, compute_dtype))
+            return asarray(self.xp, rounded, self.compute_dtype, self.like)
+        compute_dtype = dtype_name(self.compute_dtype)
+        rounded = astype(value, self.compute_dtype)
+        self.checks.require(
+            self.xp.isfinite(rounded), lambda: f"{name} must be finite in {compute_dtype}, got {value}"
+        )
         if name == "softcap":
-            self.checks.require((self.xp.real(value) if kind == "c" else value) > 0, lambda: _not_positive(value))
-        return astype(value, self.compute_dtype)
+            self.checks.require(real_part(self.xp, rounded) > 0, lambda: _not_positive(value, compute_dtype))
+        return rounded
 
     # dropout
 
@@ -554,7 +581,7 @@ class _Door:
     def engine(self) -> tuple[str, tuple[int, int] | None, int | None, bool]:
         given = self.given
         method = given.get("method", "dense")
-        if method not in ("dense", "blockwise"):
+        if not isinstance(method, str) or method not in ("dense", "blockwise"):
             raise ValueError(f'method must be "dense" or "blockwise", got {method!r}')
         if method == "dense":
             for name in ("block_size", "workers", "progress"):
@@ -600,9 +627,24 @@ def looks_additive(least: Any, most: Any) -> str:
     )
 
 
-def _out_of_range(name: str, high: int | None, bound: str, least: Any, most: Any) -> str:
-    return f"{name} must lie in 0 … {high} (the {bound}), got {int(least)} … {int(most)}"
+def _farthest(xp: Namespace) -> int:
+    """How far from 0 an offset may put a query. Four times that, and with it every sum of an offset, a window's side
+    and an index, still fits the module's integers, which wrap around without a word."""
+    return int(np.iinfo(dtype_name(default_integer(xp))).max) // 4
 
 
-def _not_positive(value: Any) -> str:
-    return f"softcap must be greater than 0 (None, not 0, turns it off), got {value}"
+def _out_of_range(name: str, low: int | None, high: int | None, bound: str, least: Any, most: Any) -> str:
+    came = str(int(least)) if least == most else f"{int(least)} … {int(most)}"
+    return f"{name} must lie in {low} … {high}{bound}, got {came}"
+
+
+def _as_float(name: str, value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer of {value.bit_length()} bits") from None
+
+
+def _not_positive(value: Any, compute_dtype: str) -> str:
+    rounded = "" if value <= 0 else f", which is 0 in {compute_dtype}"
+    return f"softcap must be greater than 0 (None, not 0, turns it off), got {value}{rounded}"
