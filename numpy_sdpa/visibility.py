@@ -59,6 +59,12 @@ def visible_in(options: Options, tile: Tile, bias: Array | None) -> Array | None
     return options.xp.broadcast_to(visible, (*visible.shape[:-2], *tile.shape))
 
 
+def hides_nothing(options: Options) -> bool:
+    """Whether every query sees every key, save for what a bias hides."""
+    rules = (options.mask, options.query_lengths, options.key_lengths, options.query_segments, *band_edges(options))
+    return all(rule is None for rule in rules)
+
+
 def _rules(options: Options, tile: Tile, bias: Array | None) -> Iterator[Array]:
     """Each rule that hides something in the tile."""
     if options.mask is not None:

@@ -17,7 +17,7 @@ from test_poison import make as make_poison_case
 import numpy_sdpa
 from numpy_sdpa import blockwise
 from numpy_sdpa._internal.options import resolve
-from numpy_sdpa.blockwise import folded, forward, parts, slabs, tiles
+from numpy_sdpa.blockwise import folded, forward_pass, parts, slabs, tiles
 
 # float64 on both sides; sums here have at most a few dozen terms of order 1, in another order.
 TOLERANCE = 1e-12
@@ -145,12 +145,12 @@ def test_results_do_not_depend_on_workers(name):
 def test_long_rows_are_cut_into_pieces_where_there_are_few_blocks_of_them():
     """So that a decoder's one token keeps every thread busy."""
     blocks = [slice(start, start + 10) for start in range(0, 400, 10)]
-    pieces = forward._pieces(blocks, row_blocks=2)
+    pieces = forward_pass._pieces(blocks, row_blocks=2)
     assert [block for piece in pieces for block in piece] == blocks
     assert len(pieces) == 8
-    assert forward._pieces(blocks, row_blocks=16) == [blocks]
-    assert forward._pieces(blocks[:2], row_blocks=1) == [blocks[:2]]
-    assert forward._pieces([], row_blocks=1) == [[]]
+    assert forward_pass._pieces(blocks, row_blocks=16) == [blocks]
+    assert forward_pass._pieces(blocks[:2], row_blocks=1) == [blocks[:2]]
+    assert forward_pass._pieces([], row_blocks=1) == [[]]
 
 
 # ---- exactness

@@ -9,8 +9,8 @@ from typing import Any
 
 from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Inputs, Options
-from numpy_sdpa.blockwise.backward import Backward, backward_slabs
-from numpy_sdpa.blockwise.forward import forward_slabs
+from numpy_sdpa.blockwise.backward_pass import Backward, backward_slabs
+from numpy_sdpa.blockwise.forward_pass import forward_slabs
 from numpy_sdpa.blockwise.parts import Results, RowStatistics, empty_results, with_leading_axes
 from numpy_sdpa.blockwise.slabs import Slab, slabs_of
 from numpy_sdpa.blockwise.workers import blas

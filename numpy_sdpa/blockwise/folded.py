@@ -32,8 +32,9 @@ from numpy_sdpa.chain import Differentiable
 LARGEST_LSE = 40.0
 # Of entries of query, key and value: products of two of them, summed over a head, are finite in float32.
 LARGEST_ENTRY = 1e15
-# Of a row of the upstream gradient, divided by row_sum: products with values, and with weights, are normal numbers.
-SMALLEST_UPSTREAM, LARGEST_UPSTREAM = 1e-25, 1e15
+# Of the norm of a row of the upstream gradient, as it is (so that its square is a float32) and divided by row_sum (so
+# that its products with values and weights are).
+SMALLEST_UPSTREAM, LARGEST_UPSTREAM = 1e-18, 1e15
 # How many rows are looked at together: a copy of so many, in the compute dtype, stays in cache.
 _ROWS_AT_ONCE = 1024
 
@@ -62,11 +63,12 @@ def plain_keys(options: Options, inputs: Differentiable) -> Keys | None:
     if not is_plain(options, inputs):
         return None
     key, value, dtype = inputs.key, inputs.value, options.compute_dtype
-    usable = _has_moderate_rows(key, dtype) & _has_moderate_rows(value, dtype)
-    if usable.all():
+    spoilt = [rows for rows in (_spoilt_rows(array, dtype) for array in (key, value)) if rows is not None]
+    if not spoilt:
         return Keys(key, value, None)
+    is_spoilt = spoilt[0] | spoilt[-1]
     zero = np.zeros((), dtype)
-    return Keys(np.where(usable[..., None], key, zero), np.where(usable[..., None], value, zero), ~usable[0])
+    return Keys(np.where(is_spoilt[..., None], zero, key), np.where(is_spoilt[..., None], zero, value), is_spoilt[0])
 
 
 def sees_some(options: Options, rows: slice, column_blocks: list[slice], keys: np.ndarray) -> np.ndarray:
@@ -78,15 +80,16 @@ def sees_some(options: Options, rows: slice, column_blocks: list[slice], keys: n
     return sees
 
 
-def _has_moderate_rows(array: Array, dtype: DType) -> np.ndarray:
-    """(…, rows): whether all entries of a row (…, rows, X) are at most `LARGEST_ENTRY`."""
-    moderate = np.ones(array.shape[:-1], dtype=bool)
+def _spoilt_rows(array: Array, dtype: DType) -> np.ndarray | None:
+    """(…, rows): which rows of (…, rows, X) have an entry beyond `LARGEST_ENTRY`; None: none has."""
+    spoilt = None
     for start in range(0, array.shape[-2], _ROWS_AT_ONCE):
-        part = (..., slice(start, start + _ROWS_AT_ONCE))
-        block = array[(*part, slice(None))].astype(dtype, copy=False)
-        if not _sum_of_squares(block) <= LARGEST_ENTRY**2:  # then some entry may be larger, or NaN
-            moderate[part] = (np.abs(block) <= LARGEST_ENTRY).all(axis=-1)
-    return moderate
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        block = array[..., rows, :].astype(dtype, copy=False)
+        if not _sum_of_squares(block) <= LARGEST_ENTRY**2:  # then some entry may be, or is NaN
+            spoilt = np.zeros(array.shape[:-1], dtype=bool) if spoilt is None else spoilt
+            spoilt[..., rows] = ~(np.abs(block) <= LARGEST_ENTRY).all(axis=-1)
+    return spoilt
 
 
 def _sum_of_squares(array: np.ndarray) -> float:
@@ -97,14 +100,16 @@ def _sum_of_squares(array: np.ndarray) -> float:
 
 def is_foldable(query: Array, rows: Rows, dtype: DType) -> np.ndarray:
     """(heads, L): which rows may be folded backward. Those that see nothing give nothing, and are not."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        lse = rows.row_shift[..., 0] + np.log(rows.row_sum[..., 0])
-    foldable = (np.abs(lse) <= LARGEST_LSE) & _has_moderate_rows(query, dtype) & np.isfinite(rows.row_term[..., 0])
-    for start in range(0, query.shape[-2], _ROWS_AT_ONCE):
-        part = (..., slice(start, start + _ROWS_AT_ONCE))
-        largest = np.abs(rows.grad_output[(*part, slice(None))]).max(axis=-1, initial=0) * np.exp(-lse[part])
-        foldable[part] &= (largest == 0) | ((largest >= SMALLEST_UPSTREAM) & (largest <= LARGEST_UPSTREAM))
-    return foldable
+    lse = rows.row_shift[..., 0] + np.log(rows.row_sum[..., 0])
+    norm = np.sqrt(np.einsum("hle,hle->hl", rows.grad_output, rows.grad_output))
+    upstream = norm * np.exp(-lse)
+    foldable = (np.abs(lse) <= LARGEST_LSE) & np.isfinite(rows.row_term[..., 0])
+    in_range = (norm >= SMALLEST_UPSTREAM) & (upstream >= SMALLEST_UPSTREAM) & (upstream <= LARGEST_UPSTREAM)
+    if not in_range.all():  # a row of zeros is as good
+        in_range |= (rows.grad_output == 0).all(axis=-1)
+    foldable &= in_range
+    spoilt = _spoilt_rows(query, dtype)
+    return foldable if spoilt is None else foldable & ~spoilt
 
 
 def unfold_rows(folded: np.ndarray, heads: int) -> np.ndarray:
@@ -170,16 +175,28 @@ class ForwardRows:
         np.add(sums, product, out=sums)
         self._sees[:, rows] |= True if visible is None else visible.any(axis=-1)
 
-    def finish(self) -> tuple[Partial, np.ndarray]:
-        """The sums, views of buffers that the next block overwrites; and for which rows they are right."""
+    def is_right(self) -> np.ndarray:
+        """(heads, rows): the rows that are as they should be. The others have left the range."""
+        row_sum = unfold_rows(self._sums, self._heads)[..., -1]
+        largest = math.exp(LARGEST_LSE)
+        is_right = ((row_sum >= 1 / largest) & (row_sum <= largest)) | ~self._sees
+        if not math.isfinite(_sum_of_squares(self._sums)):
+            is_right &= np.isfinite(self._sums).all(axis=-1).reshape(-1, self._heads).T
+        return is_right
+
+    def partial(self) -> Partial:
+        """Views of buffers: to be used before the next block begins."""
         sums = unfold_rows(self._sums, self._heads)
         row_sum = sums[..., -1:]
-        partial = Partial(sums[..., :-1], row_sum, np.zeros_like(row_sum))
-        largest = math.exp(LARGEST_LSE)
-        is_right = (row_sum[..., 0] >= 1 / largest) & (row_sum[..., 0] <= largest)
-        if not math.isfinite(_sum_of_squares(self._sums)):
-            is_right &= np.isfinite(partial.sums).all(axis=-1)
-        return partial, is_right | ~self._sees
+        return Partial(sums[..., :-1], row_sum, np.zeros_like(row_sum))
+
+    def write(self, output: np.ndarray, row_sum: np.ndarray, lse: np.ndarray) -> None:
+        """What the rows come to if these were all keys, and there is no sink; (heads, rows, X)."""
+        sums = unfold_rows(self._sums, self._heads)
+        row_sum[...] = sums[..., -1:]
+        np.log(row_sum, out=lse)  # −∞ where nothing is seen
+        divisor = row_sum if self._sees.all() else np.where(self._sees[..., None], row_sum, 1)
+        np.divide(sums[..., :-1], divisor, out=output)
 
 
 def _and_one(value: Array, dtype: DType, buffers: Buffers) -> np.ndarray:

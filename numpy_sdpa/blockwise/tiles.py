@@ -9,13 +9,14 @@ import numpy as np
 from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa.chain import tile_of_bias
-from numpy_sdpa.visibility import Tile, visible_in, visible_part
+from numpy_sdpa.visibility import Tile, hides_nothing, visible_in, visible_part
 
 # 512 × 256 float32 scores fill half a MiB, the second-level cache of a core: measured fastest forward and backward
 # among 64 … 1024 rows and 128 … 512 columns (docs/performance.md).
 _ROWS, _COLUMNS = 512, 256
-# Few rows (decoding): the tile is longer, so that a call per tile costs little beside reading the keys.
-_FEW_ROWS, _MANY_COLUMNS = 64, 2048
+# Few rows (decoding): as many scores in longer tiles, so that a tile's calls cost little beside reading its keys; but
+# 8192 keys and values (4 MiB at head size 64) stay in the last cache between their two products.
+_FEW_ROWS, _MOST_COLUMNS = 64, 8192
 # On a GPU a tile holds all heads: 2²⁴ scores are enough to fill it, and 64 MiB in float32.
 _GPU_TILE = 2**24
 
@@ -37,7 +38,8 @@ def _default_size(options: Options) -> tuple[int, int]:
         side = math.isqrt(_GPU_TILE // max(1, math.prod(options.plane[:-2])))
         return max(_COLUMNS, side), max(_COLUMNS, side)
     if has_few_rows(options):
-        return _FEW_ROWS, _MANY_COLUMNS
+        count = max(1, math.prod(options.plane[:-1]))
+        return _FEW_ROWS, min(_ROWS * _COLUMNS // count, _MOST_COLUMNS)
     return max(1, _ROWS // options.plane[-3]), _COLUMNS
 
 
@@ -59,6 +61,9 @@ def seen_tiles(
     options: Options, rows: slice, column_blocks: list[slice], bias: Array | None
 ) -> Iterator[tuple[Tile, Array | None]]:
     """The parts of a row of tiles where some query sees some key, each with what is visible (None: everything)."""
+    if hides_nothing(options) and bias is None:
+        yield from ((Tile(rows, columns), None) for columns in column_blocks)
+        return
     for columns in column_blocks:
         tile = visible_part(options, Tile(rows, columns))
         if tile is None:

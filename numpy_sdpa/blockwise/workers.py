@@ -33,23 +33,21 @@ class Buffers:
     """One worker's scratch arrays, by name, so that no tile allocates."""
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[str, DType], np.ndarray] = {}
-        self._ones: dict[tuple[int, DType], np.ndarray] = {}
+        self._flat: dict[str, np.ndarray] = {}
+        self._last: dict[str, np.ndarray] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: DType) -> np.ndarray:
         """An array with anything in it. The next `take` of the same name may hand out the same memory."""
-        size = math.prod(shape)
-        flat = self._flat.get((name, dtype))
-        if flat is None or flat.size < size:
-            flat = self._flat[name, dtype] = np.empty(size, dtype)
-        return flat[:size].reshape(shape)
+        array = self._last.get(name)
+        if array is None or array.shape != shape or array.dtype != dtype:
+            array = self._last[name] = self._memory(name, math.prod(shape), dtype).reshape(shape)
+        return array
 
-    def ones(self, count: int, dtype: DType) -> np.ndarray:
-        """A column of ones, (count, 1). Nobody writes into it."""
-        ones = self._ones.get((count, dtype))
-        if ones is None:
-            ones = self._ones[count, dtype] = np.ones((count, 1), dtype)
-        return ones
+    def _memory(self, name: str, size: int, dtype: DType) -> np.ndarray:
+        flat = self._flat.get(name)
+        if flat is None or flat.size < size or flat.dtype != dtype:
+            flat = self._flat[name] = np.empty(size, dtype)
+        return flat[:size]
 
 
 class OnceEach(Generic[Result]):

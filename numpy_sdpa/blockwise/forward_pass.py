@@ -70,22 +70,31 @@ class _Forward:
 
     def _attend(self, task: _RowTask, buffers: Buffers) -> Partial | None:
         """Attention of a block of rows over the task's columns, written to the results where these are all."""
-        partial = self._partial(task, buffers)
+        slab, inputs, keys = self._slabs[task.number], self._inputs[task.number], self._plain_keys[task.number]
+        if keys is None:
+            return self._written(task, _running_rows(slab, inputs, task, self._options))
+        block, is_right = _folded_rows(slab, inputs, keys, task, buffers)
+        if not is_right.all():
+            right, other = is_right[..., None], _running_rows(slab, inputs, task, self._options)
+            pairs = zip(block.partial(), other, strict=True)
+            return self._written(task, Partial(*(self._options.xp.where(right, *pair) for pair in pairs)))
+        if inputs.sinks is not None or not task.is_whole:
+            return self._written(task, block.partial())
+        results, rows = self._results, (..., task.rows, slice(None))
+        slab.rows(results.row_shift)[..., task.rows] = 0
+        block.write(
+            slab.queries(results.output)[rows],
+            slab.rows(results.row_sum)[..., None][rows],
+            slab.rows(results.lse)[..., None][rows],
+        )
+        return None
+
+    def _written(self, task: _RowTask, partial: Partial) -> Partial | None:
+        """Kept for the other pieces where the task is one of several."""
         if task.is_whole:
             self._write(task, partial)
             return None
         return Partial(*(self._options.xp.asarray(array, copy=True) for array in partial))
-
-    def _partial(self, task: _RowTask, buffers: Buffers) -> Partial:
-        """Folded, save rows that must not be."""
-        slab, inputs, keys = self._slabs[task.number], self._inputs[task.number], self._plain_keys[task.number]
-        if keys is None:
-            return _running_rows(slab, inputs, task, self._options)
-        partial, is_right = _folded_rows(slab, inputs, keys, task, buffers)
-        if is_right.all():
-            return partial
-        right, other = is_right[..., None], _running_rows(slab, inputs, task, self._options)
-        return Partial(*(self._options.xp.where(right, *pair) for pair in zip(partial, other, strict=True)))
 
     def _join_pieces(self, tasks: list[_RowTask], partials: list[Partial | None]) -> None:
         xp = self._options.xp
@@ -120,16 +129,16 @@ def _pieces(column_blocks: list[slice], row_blocks: int) -> list[list[slice]]:
 
 def _folded_rows(
     slab: Slab, inputs: Differentiable, keys: folded.Keys, task: _RowTask, buffers: Buffers
-) -> tuple[Partial, np.ndarray]:
-    """And for which rows (heads, rows) it is right."""
+) -> tuple[folded.ForwardRows, np.ndarray]:
+    """And for which rows (heads, rows) they are right."""
     block = folded.ForwardRows(inputs.query[:, task.rows], inputs.scale, inputs.value.shape[-1], buffers)
     for tile, visible in seen_tiles(slab.options, task.rows, task.column_blocks, None):
         rows = counted_from(tile.rows, task.rows)
         block.add(rows, visible, keys.key[0, tile.columns], keys.value[0, tile.columns])
-    partial, is_right = block.finish()
+    is_right = block.is_right()
     if keys.is_spoilt is not None:
         is_right &= ~folded.sees_some(slab.options, task.rows, task.column_blocks, keys.is_spoilt)
-    return partial, is_right
+    return block, is_right
 
 
 def _running_rows(slab: Slab, inputs: Differentiable, task: _RowTask, options: Options) -> Partial:
