@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import numpy_sdpa
 from numpy_sdpa import distributed
+from numpy_sdpa.distributed import tasks
 
 # float64 on both sides; sums here have at most a few dozen terms of order 1, in another order.
 TOLERANCE = 1e-12
@@ -242,6 +243,17 @@ def test_large_logits_keep_their_digits():
     np.testing.assert_allclose(gradients.value.compute(), wanted.value, rtol=0, atol=1e-5)
 
 
+def test_a_tile_that_a_row_does_not_see_leaves_its_shift_alone():
+    """All logits are −10⁵: against a shift of 0, from a tile without keys for the row, they would all be 0."""
+    query, key = np.full((8, 1), -400.0, np.float32), np.full((8, 1), 250.0, np.float32)
+    value = np.arange(8, dtype=np.float32)[:, None]
+    lazy = (da.from_array(array, chunks=(2, 1)) for array in (query, key, value))
+    seen = np.arange(8) % 4 < 2
+    output, residuals = distributed.sdpa_forward(*lazy, scale=1.0, mask=da.from_array(np.tile(seen, (8, 1)), chunks=2))
+    np.testing.assert_allclose(output.compute(), value[seen].mean(), rtol=1e-6)
+    np.testing.assert_allclose(residuals.lse.compute(), -1e5 + np.log(4), rtol=1e-6)
+
+
 def test_two_calls_on_halves_of_the_keys_merge():
     query, key, value = (da.from_array(array, chunks=(1, 2, 4, 9)) for array in PLAIN[:3])
     sinks = np.array([0.5, -1.0, 0.0])
@@ -431,6 +443,36 @@ def test_memory_is_that_of_the_tensors_however_many_tiles_there_are(tiles_a_side
         dask.compute(output, distributed.sdpa_backward(grad_output, residuals))
     tensor = length * size * 8
     assert 8 * tensor <= peak.bytes <= 12.5 * tensor
+
+
+def test_a_strip_that_came_from_another_worker_does_not_keep_the_message():
+    """What is unpacked from a message is a view of all of it: kept, it would keep the sums that it came with."""
+
+    def received(array):
+        return np.frombuffer(bytearray(array.tobytes()), array.dtype).reshape(array.shape)
+
+    call = tasks.Call((), 3, np.dtype(float), 0, {"method": "blockwise"})
+    place = tasks.Place((), 0, 0, 0)
+    statistics = tasks.RowStatistics(*(received(np.ones(4)) for _ in range(3)))
+    known = tasks.Known(received(np.ones((4, 3))), received(np.ones(4, bool)), statistics)
+    columns = tasks.begin(["key", "value"], [received(np.ones((4, 3))) for _ in range(2)])
+    rows = tasks.begin(["query"], [received(np.ones((4, 3)))])
+    after = tasks.forward_tile(call, place, [], rows, columns, [])
+    after += tasks.backward_tile(call, place, [], rows._replace(known=known), columns, [], None)
+    owners = list(owners_in(after))
+    assert len(owners) == (1 + 3) + 2 + (1 + 2 + 5) + (2 + 2)
+    assert owners == [None] * len(owners)
+
+
+def owners_in(value):
+    """For every array whose memory it is a view of; None where it is an array's own."""
+    if isinstance(value, np.ndarray | np.generic):
+        while isinstance(value, np.ndarray):
+            value = value.base
+        yield None if isinstance(value, np.generic) else value
+    elif isinstance(value, dict | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from owners_in(item)
 
 
 def test_many_keys_are_shared_out_among_strips():
