@@ -178,6 +178,7 @@ def sdpa_backward(
 
     where gS is gZ through the softcap. T. Dao et al., "FlashAttention", 2022, arXiv:2205.14135, appendix B.
     """
+    require_residuals(residuals, SDPAResiduals, "sdpa_forward")
     options = residuals.options
     with computing(options.xp, options.like):
         upstream = checked_upstream(residuals, grad_output, grad_lse, grad_weights)
@@ -293,7 +294,16 @@ def _engine(options: Options) -> Any:
     return blockwise
 
 
+def require_residuals(residuals: Any, kind: type, forward: str) -> None:
+    if isinstance(residuals, kind):
+        return
+    came = f"{type(residuals).__module__}.{type(residuals).__qualname__}"
+    hint = ": take the second of the two" if isinstance(residuals, tuple) else ""
+    raise TypeError(f"residuals must be the {kind.__name__} that {forward} returns, got {came}{hint}")
+
+
 def _dense_only(residuals: SDPAResiduals, function: str) -> Options:
+    require_residuals(residuals, SDPAResiduals, "sdpa_forward")
     if residuals.options.method != "dense":
         raise ValueError(f'{function} needs the residuals of method="dense", which keeps the weights')
     return residuals.options

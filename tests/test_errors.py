@@ -300,7 +300,35 @@ def test_weights_need_the_dense_method():
         numpy_sdpa.scaled_dot_product_attention(Q, K, V, method="blockwise")
 
 
+@pytest.mark.parametrize(
+    "residuals",
+    [Q, sdpa_forward(Q, K, V), numpy_sdpa.sdpa_varlen_forward(Q[0], Q[0], Q[0], [0, 4], [0, 4])[1]],
+    ids=type,
+)
+def test_residuals_of_something_else(residuals):
+    came = re.escape(type(residuals).__qualname__)
+    for function in (
+        lambda: sdpa_backward(Q, residuals),
+        lambda: sdpa_jvp(residuals, query=Q),
+        lambda: numpy_sdpa.sdpa_double_backward(Q, residuals, query=Q),
+    ):
+        with pytest.raises(
+            TypeError, match=f"residuals must be the SDPAResiduals that sdpa_forward returns, got .*{came}"
+        ):
+            function()
+    with pytest.raises(TypeError, match="residuals must be the SDPAVarlenResiduals that sdpa_varlen_forward returns"):
+        numpy_sdpa.sdpa_varlen_backward(Q, forwarded())
+
+
+def test_a_matrix_is_refused():
+    matrix = Q[0, 0].view(np.matrix)
+    refused(TypeError, "query is a numpy.matrix", "numpy.asarray(query)", query=matrix, key=K[0, 0], value=V[0, 0])
+
+
 def test_pieces():
+    for function in (softmax_jacobian, numpy_sdpa.merge_heads, lambda hidden: numpy_sdpa.split_heads(hidden, 2)):
+        with pytest.raises(TypeError, match="must be an array, got None"):
+            function(None)
     with pytest.raises(ValueError, match="wrt must be one of query, key"):
         attention_jacobian(Q, K, V, wrt="mask")
     with pytest.raises(ValueError, match="no softcap was given"):

@@ -62,6 +62,13 @@ def _module_of(name: str, array: Array) -> Namespace:
 _LISTS_AND_NUMBERS = (list, tuple, bool, int, float, complex)
 
 
+def required(name: str, value: Any) -> Array:
+    """An array that must be there; a list becomes one."""
+    if value is None:
+        raise TypeError(f"{name} must be an array, got None")
+    return from_list(name, value)
+
+
 def from_list(name: str, value: Any) -> Array:
     """Lists, tuples and Python numbers become NumPy arrays; everything else is returned as it is."""
     if not isinstance(value, _LISTS_AND_NUMBERS):

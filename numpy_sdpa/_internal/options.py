@@ -4,6 +4,7 @@
 checked, in the form that the mathematics uses). Nothing behind it validates again.
 """
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,6 +134,13 @@ class Options:
     workers: int | None = None
     progress: bool = False
     given: Mapping[str, Any]  # the options as the caller wrote them, those that are on
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy.deepcopy, which take no module: its name."""
+        return self.__dict__ | {"xp": self.xp.__name__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"xp": importlib.import_module(state["xp"])})
 
     @property
     def query_length(self) -> int:
@@ -469,7 +477,7 @@ class _Door:
         if offset is None:
             return 0
         farthest = _farthest(self.xp)
-        if _is_int(offset):
+        if is_int(offset):
             if abs(int(offset)) > farthest:
                 raise ValueError(_out_of_range("query_offset", -farthest, farthest, "", offset, offset))
             return int(offset)
@@ -482,11 +490,11 @@ class _Door:
         form = "window must be (left, right), each an int ≥ 0 or None for unbounded"
         if not isinstance(window, tuple | list) or len(window) != 2:
             hint = ""
-            if _is_int(window) and window >= 0:
+            if is_int(window) and window >= 0:
                 hint = f": window=({window}, {window}), or ({window}, 0) under is_causal"
             raise ValueError(f"{form}{hint}; got {window!r}")
         for side in window:
-            if side is not None and not _is_int(side):
+            if side is not None and not is_int(side):
                 raise ValueError(f"{form}; got {window!r}")
             if side is not None and side < 0:
                 raise ValueError(f"{form}: None, not −1, is unbounded; got {window!r}")
@@ -523,9 +531,7 @@ class _Door:
             return asarray(self.xp, rounded, self.compute_dtype, self.like)
         compute_dtype = dtype_name(self.compute_dtype)
         rounded = astype(value, self.compute_dtype)
-        self.checks.require(
-            self.xp.isfinite(rounded), lambda: f"{name} must be finite in {compute_dtype}, got {value}"
-        )
+        self.checks.require(self.xp.isfinite(rounded), lambda: f"{name} must be finite in {compute_dtype}, got {value}")
         if name == "softcap":
             self.checks.require(real_part(self.xp, rounded) > 0, lambda: _not_positive(value, compute_dtype))
         return rounded
@@ -556,7 +562,7 @@ class _Door:
                 raise TypeError(f"dropout_mask must be bool (True = kept), got {dtype_name(mask.dtype)}")
             mask = self.to_plane("dropout_mask", mask)
             seed = 0
-        elif not _is_int(seed):
+        elif not is_int(seed):
             raise TypeError(f"dropout_seed must be an int, got {seed!r}")
         elif not 0 <= seed < 2**64:
             raise ValueError(f"dropout_seed must lie in 0 … 2⁶⁴ − 1, got {seed}")
@@ -594,14 +600,14 @@ class _Door:
             )
         block_size = given.get("block_size")
         if block_size is not None:
-            sizes: Any = (block_size, block_size) if _is_int(block_size) else block_size
-            if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(map(_is_int, sizes)):
+            sizes: Any = (block_size, block_size) if is_int(block_size) else block_size
+            if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(map(is_int, sizes)):
                 raise TypeError(f"block_size must be an int or (rows, columns), got {block_size!r}")
             if min(sizes) < 1:
                 raise ValueError(f"block_size must be at least 1, got {block_size!r}")
             block_size = int(sizes[0]), int(sizes[1])
         workers = given.get("workers")
-        if workers is not None and not _is_int(workers):
+        if workers is not None and not is_int(workers):
             raise TypeError(f"workers must be an int, got {workers!r}")
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
@@ -616,7 +622,7 @@ def _wants_complex(compute_dtype: DType | None) -> bool:
     return compute_dtype is not None and dtype_name(compute_dtype).startswith("complex")
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
