@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from numpy_sdpa._internal.door import described
 from numpy_sdpa._internal.namespace import (
     Array,
     DType,
@@ -17,7 +18,6 @@ from numpy_sdpa._internal.namespace import (
     required,
     result_type,
 )
-from numpy_sdpa._internal.options import described
 
 
 def merge_attention(output_a: Array, lse_a: Array, output_b: Array, lse_b: Array) -> tuple[Array, Array]:
