@@ -1,7 +1,7 @@
 """Check a C kernel: build examples/attention.c, call it through ctypes, and let `check_kernel` judge it.
 
-    python examples/check_c_kernel.py                        # right
-    python examples/check_c_kernel.py -DFORGET_ROW_DOT       # wrong, and named
+python examples/check_c_kernel.py                        # right
+python examples/check_c_kernel.py -DFORGET_ROW_DOT       # wrong, and named
 """
 
 import ctypes
@@ -33,7 +33,12 @@ def kernel_of(library):
         query, key, value, grad_output = (
             np.ascontiguousarray(arrays.pop(name)) for name in ("query", "key", "value", "grad_output")
         )
-        if arrays or not options.keys() <= SUPPORTED or query.shape[-1] != value.shape[-1] or query.shape[1] < key.shape[1]:
+        if (
+            arrays
+            or not options.keys() <= SUPPORTED
+            or query.shape[-1] != value.shape[-1]
+            or query.shape[1] < key.shape[1]
+        ):
             raise NotImplementedError("mask, bias, window, … and value sizes of their own")
         (batch, heads, rows, size), keys = query.shape, key.shape[2]
         scale = ctypes.c_float(options.get("scale", 1 / math.sqrt(size)))

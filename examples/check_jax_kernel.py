@@ -32,7 +32,9 @@ attention.defvjp(attention_forward, attention_backward)
 
 
 def kernel(arrays, options):
-    query, key, value, grad_output = (jnp.asarray(arrays.pop(name)) for name in ("query", "key", "value", "grad_output"))
+    query, key, value, grad_output = (
+        jnp.asarray(arrays.pop(name)) for name in ("query", "key", "value", "grad_output")
+    )
     if arrays or options or query.shape[1] != key.shape[1]:
         raise NotImplementedError("options, and heads that are shared")
     output, vjp = jax.vjp(attention, query, key, value)

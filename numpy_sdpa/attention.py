@@ -5,6 +5,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from numpy_sdpa import blockwise, dense
+from numpy_sdpa._internal.door import resolve
 from numpy_sdpa._internal.namespace import (
     Array,
     array_namespace,
@@ -17,7 +18,7 @@ from numpy_sdpa._internal.namespace import (
     operand,
     owned,
 )
-from numpy_sdpa._internal.options import AttentionOptions, Options, resolve
+from numpy_sdpa._internal.options import AttentionOptions, Options
 from numpy_sdpa.chain import Differentiable, like_inputs
 from numpy_sdpa.residuals import (
     SDPADoubleGradients,
@@ -178,6 +179,7 @@ def sdpa_backward(
 
     where gS is gZ through the softcap. T. Dao et al., "FlashAttention", 2022, arXiv:2205.14135, appendix B.
     """
+    require_residuals(residuals, SDPAResiduals, "sdpa_forward")
     options = residuals.options
     with computing(options.xp, options.like):
         upstream = checked_upstream(residuals, grad_output, grad_lse, grad_weights)
@@ -293,7 +295,16 @@ def _engine(options: Options) -> Any:
     return blockwise
 
 
+def require_residuals(residuals: Any, kind: type, forward: str) -> None:
+    if isinstance(residuals, kind):
+        return
+    came = f"{type(residuals).__module__}.{type(residuals).__qualname__}"
+    hint = ": take the second of the two" if isinstance(residuals, tuple) else ""
+    raise TypeError(f"residuals must be the {kind.__name__} that {forward} returns, got {came}{hint}")
+
+
 def _dense_only(residuals: SDPAResiduals, function: str) -> Options:
+    require_residuals(residuals, SDPAResiduals, "sdpa_forward")
     if residuals.options.method != "dense":
         raise ValueError(f'{function} needs the residuals of method="dense", which keeps the weights')
     return residuals.options

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numpy_sdpa._internal.namespace import Array, array_namespace, computing, from_list
+from numpy_sdpa._internal.namespace import Array, array_namespace, computing, required
 
 
 def split_heads(hidden: Array, heads: int) -> Array:
@@ -25,7 +25,7 @@ def split_heads(hidden: Array, heads: int) -> Array:
     >>> split_heads(np.arange(8).reshape(2, 4), 2).tolist()
     [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     """
-    hidden = from_list("hidden", hidden)
+    hidden = required("hidden", hidden)
     xp = array_namespace({"hidden": hidden})
     _require_rank("hidden", hidden, 2, "(B…, L, H·E)")
     if isinstance(heads, bool) or not hasattr(heads, "__index__"):
@@ -51,7 +51,7 @@ def merge_heads(heads: Array) -> Array:
     >>> merge_heads(np.arange(8).reshape(1, 2, 2, 2)).tolist()
     [[[0, 1, 4, 5], [2, 3, 6, 7]]]
     """
-    heads = from_list("heads", heads)
+    heads = required("heads", heads)
     xp = array_namespace({"heads": heads})
     _require_rank("heads", heads, 3, "(B…, H, L, E)")
     *batch, count, length, size = heads.shape

@@ -11,7 +11,7 @@ from numpy_sdpa._internal.namespace import (
     computing,
     dtype_kind,
     dtype_name,
-    from_list,
+    required,
 )
 from numpy_sdpa._internal.options import AttentionOptions
 from numpy_sdpa.attention import sdpa_backward, sdpa_forward
@@ -35,7 +35,7 @@ def softmax_jacobian(weights: Array) -> Array:
     TypeError, ValueError
         Where weights is not floating, or 0-d.
     """
-    weights = from_list("weights", weights)
+    weights = required("weights", weights)
     xp = array_namespace({"weights": weights})
     if dtype_kind(xp, weights.dtype) not in "fc":
         raise TypeError(f"weights must be floating, got {dtype_name(weights.dtype)}")
@@ -83,7 +83,7 @@ def attention_jacobian(
     xp, size = residuals.options.xp, math.prod(output.shape)
     with computing(xp, output):
         if size == 0:
-            return xp.reshape(xp.zeros_like(output), (*output.shape, *given.shape))
+            return xp.reshape(xp.zeros_like(output, dtype=given.dtype), (*output.shape, *given.shape))
         entries = arange(xp, 0, size, output)
         rows: list[Any] = []
         for entry in range(size):

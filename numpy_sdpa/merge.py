@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from numpy_sdpa._internal.door import described
 from numpy_sdpa._internal.namespace import (
     Array,
     DType,
@@ -14,9 +15,9 @@ from numpy_sdpa._internal.namespace import (
     dtype_kind,
     dtype_name,
     from_list,
+    required,
     result_type,
 )
-from numpy_sdpa._internal.options import described
 
 
 def merge_attention(output_a: Array, lse_a: Array, output_b: Array, lse_b: Array) -> tuple[Array, Array]:
@@ -138,7 +139,7 @@ def _selected(xp: Namespace, share: Array, array: Array) -> Array:
 
 def _parts(output_a: Any, lse_a: Any, output_b: Any, lse_b: Any) -> tuple[Namespace, dict[str, Array]]:
     given = {"output_a": output_a, "lse_a": lse_a, "output_b": output_b, "lse_b": lse_b}
-    parts = {name: from_list(name, array) for name, array in given.items()}
+    parts = {name: required(name, array) for name, array in given.items()}
     xp = array_namespace(parts)
     for name, array in parts.items():
         _require_floating(xp, name, array)

@@ -19,7 +19,7 @@ docs/derivation.md derives each rule.
 
 from typing import Any, NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, Namespace, astype, dtype_kind, real_part
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, dtype_kind, overwrite, real_part
 from numpy_sdpa._internal.shapes import fold_groups, repeat_heads, sum_heads, unfold_groups
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -294,19 +294,21 @@ def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: 
         row_shift = xp.maximum(row_shift, row_maximum(xp, sinks[..., None, None]))
     if visible is not None:
         row_shift = xp.where(row_shift == -xp.inf, 0, row_shift)
-    exponentials = xp.exp(logits - row_shift)
+    exponentials = overwrite(xp, xp.exp, logits - row_shift)
     row_sum = xp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         row_sum = row_sum + sink_exponential(xp, sinks, row_shift)
     if visible is None:  # the row's largest exponential is 1: no sum is 0
-        return Softmax(exponentials / row_sum, row_shift, row_sum, row_shift + xp.log(row_sum))
+        weights = overwrite(xp, xp.divide, exponentials, row_sum)
+        return Softmax(weights, row_shift, row_sum, row_shift + xp.log(row_sum))
     weights = softmax_weights(xp, exponentials, row_sum, visible)
     return Softmax(weights, row_shift, row_sum, log_sum_exp(xp, row_shift, row_sum))
 
 
 def softmax_weights(xp: Namespace, exponentials: Array, row_sum: Array, visible: Array | None) -> Array:
-    """P = exp(Z − shift) / row_sum. A row that sees a NaN is NaN where it sees, and 0 where it does not."""
-    return mask_backward(xp, exponentials / xp.where(row_sum == 0, 1, row_sum), visible)
+    """P = exp(Z − shift) / row_sum, over `exponentials`. A row that sees a NaN is NaN where it sees, 0 elsewhere."""
+    weights = overwrite(xp, xp.divide, exponentials, xp.where(row_sum == 0, 1, row_sum))
+    return mask_backward(xp, weights, visible)
 
 
 def log_sum_exp(xp: Namespace, row_shift: Array, row_sum: Array) -> Array:

@@ -7,18 +7,19 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from numpy_sdpa._internal.door import described, is_int, resolve
 from numpy_sdpa._internal.namespace import (
     Array,
     Namespace,
     array_namespace,
     astype,
     computing,
-    from_list,
     is_cupy,
     owned,
+    required,
 )
-from numpy_sdpa._internal.options import AttentionOptions, Options, described, resolve
-from numpy_sdpa.attention import checked_upstream
+from numpy_sdpa._internal.options import AttentionOptions, Options
+from numpy_sdpa.attention import checked_upstream, require_residuals
 from numpy_sdpa.blockwise import Results, Slab, backward_slabs, forward_slabs
 from numpy_sdpa.chain import Differentiable, like_inputs
 from numpy_sdpa.residuals import SDPAGradients
@@ -114,7 +115,7 @@ def sdpa_varlen_forward(
     """
     given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
     _refuse(given)
-    query, key, value = (from_list(name, array) for name, array in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (required(name, array) for name, array in (("query", query), ("key", key), ("value", value)))
     xp = array_namespace({"query": query, "key": key, "value": value})
     if xp is not np and not is_cupy(xp):
         raise TypeError(f"packed sequences take NumPy and CuPy arrays, got {xp.__name__}")
@@ -175,6 +176,7 @@ def sdpa_varlen_backward(
     TypeError, ValueError
         As `sdpa_backward`.
     """
+    require_residuals(residuals, SDPAVarlenResiduals, "sdpa_varlen_forward")
     options = residuals.options
     with computing(options.xp, options.like):
         upstream = checked_upstream(residuals, grad_output, grad_lse, None)
@@ -197,14 +199,13 @@ def _cumulative(name: str, cuts: Any, array: Array) -> tuple[int, ...]:
     """Checked, on the host."""
     if hasattr(cuts, "tolist"):
         cuts = cuts.tolist()
-    if not isinstance(cuts, list | tuple) or not cuts or not all(type(cut) is int for cut in cuts):
-        raise TypeError(
-            f"{name} must be one axis of integers, the first 0 and one more for each sequence; got {cuts!r}"
-        )
+    if not isinstance(cuts, list | tuple) or not cuts or not all(map(is_int, cuts)):
+        raise TypeError(f"{name} must be one axis of integers, one more than there are sequences; got {cuts!r}")
+    cuts = tuple(int(cut) for cut in cuts)
     tokens = array.shape[0]
     if cuts[0] < 0 or cuts[-1] > tokens or any(after < before for before, after in itertools.pairwise(cuts)):
         raise ValueError(f"{name} must rise within 0 … {tokens}, the number of tokens; got {cuts!r}")
-    return tuple(cuts)
+    return cuts
 
 
 def _as_batch(xp: Namespace, array: Array, sequences: int) -> Array:

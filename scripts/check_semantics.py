@@ -1,7 +1,9 @@
-"""Check the rows of `numpy_sdpa.kernelcheck.semantics` against the systems themselves: ``python scripts/check_semantics.py``.
+"""Check the rows of `numpy_sdpa.kernelcheck.semantics` against the systems themselves: ``python
+scripts/check_semantics.py``.
 
-Each system is run as a kernel on the problems that it knows, and must be right by its own row and wrong by another row where
-the two disagree. What is not installed is skipped. (flash-attention needs a CUDA GPU: its row is read, not run.)
+Each system is run as a kernel on the problems that it knows, and must be right by its own row and wrong by another
+row where the two disagree. What is not installed is skipped. (flash-attention needs a CUDA GPU: its row is read, not
+run.)
 """
 
 import importlib.util
@@ -15,13 +17,49 @@ from numpy_sdpa.kernelcheck import check_kernel
 DIFFERENCES = {"torch": (), "jax": ("empty_rows",), "onnx": ("causal", "key_lengths")}
 
 FEATURES = {
-    "torch": "mask head_mask bias broadcast_bias causal scale gqa empty_rows value_size odd_sizes one_query".split(),
-    "jax": (
-        "mask head_mask bias broadcast_bias causal window query_lengths key_lengths scale gqa empty_rows odd_sizes one_query"
-    ).split(),
-    "onnx": (
-        "mask head_mask bias broadcast_bias causal window key_lengths scale softcap gqa empty_rows value_size odd_sizes"
-    ).split(),
+    "torch": [
+        "mask",
+        "head_mask",
+        "bias",
+        "broadcast_bias",
+        "causal",
+        "scale",
+        "gqa",
+        "empty_rows",
+        "value_size",
+        "odd_sizes",
+        "one_query",
+    ],
+    "jax": [
+        "mask",
+        "head_mask",
+        "bias",
+        "broadcast_bias",
+        "causal",
+        "window",
+        "query_lengths",
+        "key_lengths",
+        "scale",
+        "gqa",
+        "empty_rows",
+        "odd_sizes",
+        "one_query",
+    ],
+    "onnx": [
+        "mask",
+        "head_mask",
+        "bias",
+        "broadcast_bias",
+        "causal",
+        "window",
+        "key_lengths",
+        "scale",
+        "softcap",
+        "gqa",
+        "empty_rows",
+        "value_size",
+        "odd_sizes",
+    ],
 }
 
 
@@ -132,7 +170,9 @@ def check(name, features=None):
 
     ours = in_our_layout if name == "jax" else kernel
     differences = DIFFERENCES[name]
-    return own, [check_kernel(ours, semantics="numpy-sdpa", features=differences, backward=backward)] if differences else []
+    return own, [
+        check_kernel(ours, semantics="numpy-sdpa", features=differences, backward=backward)
+    ] if differences else []
 
 
 HEADED = ("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value")

@@ -1,8 +1,9 @@
 """Right attention kernels as they are written elsewhere, emulated in NumPy with their own order of roundings.
 
-`KERNELS` maps names to functions of a `Plane`; each returns output, lse, weights (where it makes them) and the gradients, in
-the dtypes that a kernel would return. What may be seen, the distances and the upstream gradients are given: these kernels
-differ in nothing but rounding. Arithmetic is float32 (float64 for float64 inputs); half types are float16 or ml_dtypes' bfloat16.
+`KERNELS` maps names to functions of a `Plane`; each returns output, lse, weights (where it makes them) and the
+gradients, in the dtypes that a kernel would return. What may be seen, the distances and the upstream gradients are
+given: these kernels differ in nothing but rounding. Arithmetic is float32 (float64 for float64 inputs); half types are
+float16 or ml_dtypes' bfloat16.
 """
 
 import math
@@ -190,18 +191,21 @@ def reduced(plane: Plane, name: str, gradient: Array) -> Array:
 # Flash: tiles, a running softmax, weights rebuilt from lse, D from the stored output
 
 
-def flash(plane: Plane, dot: Dot = blas, with_exp2: bool = False) -> dict[str, Array]:
+def flash(
+    plane: Plane, dot: Dot = blas, with_exp2: bool = False, row_tile: int = TILE, key_tile: int = TILE
+) -> dict[str, Array]:
     exponential = exp_by_exp2 if with_exp2 else exp
     queries, keys = plane.visible.shape[-2:]
-    row_tiles = [slice(start, min(start + TILE, queries)) for start in range(0, queries, TILE)]
-    key_tiles = [slice(start, min(start + TILE, keys)) for start in range(0, keys, TILE)]
+    row_tiles = [slice(start, min(start + row_tile, queries)) for start in range(0, queries, row_tile)]
+    key_tiles = [slice(start, min(start + key_tile, keys)) for start in range(0, keys, key_tile)]
     output, lse = np.zeros_like(plane.grad_output), np.zeros_like(plane.grad_lse)
     for rows in row_tiles:
         output[..., rows, :], lse[..., rows, :] = _flash_rows(plane, rows, key_tiles, dot, exponential)
     output = plane.stored(output)
     row_dot = row_sum(plane.grad_output * output, dot)
     lead = plane.visible.shape[:-2]
-    grads = {name: np.zeros((*lead, *getattr(plane, name).shape[-2:]), plane.arithmetic) for name in ("query", "key", "value")}
+    inputs = {"query": plane.query, "key": plane.key, "value": plane.value}
+    grads = {name: np.zeros((*lead, *array.shape[-2:]), plane.arithmetic) for name, array in inputs.items()}
     grad_logits = np.zeros(plane.visible.shape, plane.arithmetic)
     scale = plane.arithmetic.type(plane.scale)
     finite_lse = np.where(lse == -np.inf, 0, lse)
@@ -264,4 +268,5 @@ KERNELS: dict[str, Callable[[Plane], dict[str, Array]]] = {
     "flash": flash,
     "flash, sequential": lambda plane: flash(plane, sequential),
     "flash, exp2": lambda plane: flash(plane, blas, with_exp2=True),
+    "flash, key by key": lambda plane: flash(plane, blas, row_tile=4096, key_tile=1),
 }

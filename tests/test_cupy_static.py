@@ -18,13 +18,19 @@ NUMPY_ONLY = {
     "benchmark.py": "measures NumPy",
     "blockwise/folded.py": "the fast form of the plain tile, for NumPy",
     "blockwise/workers.py": "threads and scratch memory, for NumPy",
-    "_internal/options.py": "lengths, offsets and numbers of Python or NumPy are checked on the host",
+    "_internal/door.py": "lengths, offsets and numbers of Python or NumPy are checked on the host",
     "_internal/namespace.py": "lists become NumPy arrays",
     "gradcheck/": "difference quotients are computed on the host",
     "kernelcheck/": "dumps are compared on the host",
     "cli/": "reads files and prints",
     "verify.py": "checks this machine's results in NumPy",
     "data/": "ships NumPy's files",
+    "why_scale.py": "an experiment in NumPy",
+    "why_scale_figure.py": "draws it",
+    "distributed/arguments.py": "checks lengths and offsets on the host, where the graph is built",
+    "distributed/graph.py": "lays out tasks on the host",
+    "distributed/plan.py": "places of chunks, on the host",
+    "distributed/tasks.py": "stand-ins that have a shape and a dtype only",
 }
 # In the one file that tells modules apart: what CuPy never gets to.
 OTHER_MODULES = {

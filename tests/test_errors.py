@@ -100,11 +100,23 @@ def test_grouped_heads():
         ({"key_segments": a(2, 6, dtype=int)}, ["key_segments", "without query_segments"]),
         ({"window": 3}, ["window must be (left, right)", "window=(3, 3), or (3, 0) under is_causal"]),
         ({"window": (3,)}, ["window must be (left, right)", "(3,)"]),
+        ({"window": -1}, ["None for unbounded; got -1"]),
+        ({"query_offset": 2**62}, ["query_offset must lie in", f"got {2**62}"]),
+        ({"query_offset": [0, -(2**63)]}, ["query_offset must lie in", f"got {-(2**63)} … 0"]),
+        ({"alignment": np.array(["a", "b"])}, ["alignment must be", '"lower_right"']),
+        ({"method": ["dense"] * 2}, ["method must be", '"blockwise"']),
         ({"window": (-1, 0)}, ["window", "None, not −1, is unbounded", "(-1, 0)"]),
         ({"window": (1.5, 0)}, ["window", "(1.5, 0)"]),
         ({"window": (True, 0)}, ["window", "(True, 0)"]),
         ({"scale": np.inf}, ["scale must be finite", "inf"]),
         ({"scale": np.nan}, ["scale must be finite", "nan"]),
+        ({"scale": 10**400}, ["scale must be finite", "1329 bits"]),
+        ({"scale": [0.5]}, ["scale must be one number, got shape (1,)"]),
+        ({"scale": (0.5, 2.0)}, ["scale must be one number, got shape (2,)"]),
+        ({"softcap": [3.0]}, ["softcap must be one number, got shape (1,)"]),
+        ({"scale": 1e300, "compute_dtype": np.float32}, ["scale must be finite in float32, got 1e+300"]),
+        ({"scale": np.array(1e300), "compute_dtype": np.float32}, ["scale must be finite in float32"]),
+        ({"softcap": 1e-60, "compute_dtype": np.float32}, ["softcap must be greater than 0", "which is 0 in float32"]),
         ({"softcap": 0}, ["softcap must be greater than 0 (None, not 0, turns it off), got 0"]),
         ({"softcap": -2.0}, ["softcap must be greater than 0", "-2.0"]),
         ({"softcap": np.inf}, ["softcap must be finite"]),
@@ -288,7 +300,35 @@ def test_weights_need_the_dense_method():
         numpy_sdpa.scaled_dot_product_attention(Q, K, V, method="blockwise")
 
 
+@pytest.mark.parametrize(
+    "residuals",
+    [Q, sdpa_forward(Q, K, V), numpy_sdpa.sdpa_varlen_forward(Q[0], Q[0], Q[0], [0, 4], [0, 4])[1]],
+    ids=type,
+)
+def test_residuals_of_something_else(residuals):
+    came = re.escape(type(residuals).__qualname__)
+    for function in (
+        lambda: sdpa_backward(Q, residuals),
+        lambda: sdpa_jvp(residuals, query=Q),
+        lambda: numpy_sdpa.sdpa_double_backward(Q, residuals, query=Q),
+    ):
+        with pytest.raises(
+            TypeError, match=f"residuals must be the SDPAResiduals that sdpa_forward returns, got .*{came}"
+        ):
+            function()
+    with pytest.raises(TypeError, match="residuals must be the SDPAVarlenResiduals that sdpa_varlen_forward returns"):
+        numpy_sdpa.sdpa_varlen_backward(Q, forwarded())
+
+
+def test_a_matrix_is_refused():
+    matrix = Q[0, 0].view(np.matrix)
+    refused(TypeError, "query is a numpy.matrix", "numpy.asarray(query)", query=matrix, key=K[0, 0], value=V[0, 0])
+
+
 def test_pieces():
+    for function in (softmax_jacobian, numpy_sdpa.merge_heads, lambda hidden: numpy_sdpa.split_heads(hidden, 2)):
+        with pytest.raises(TypeError, match="must be an array, got None"):
+            function(None)
     with pytest.raises(ValueError, match="wrt must be one of query, key"):
         attention_jacobian(Q, K, V, wrt="mask")
     with pytest.raises(ValueError, match="no softcap was given"):

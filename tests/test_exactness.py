@@ -1,6 +1,7 @@
 """What holds to the last bit: two runs, every layout of inputs, inputs never written, results that own their memory."""
 
 import copy
+import pickle
 
 import cases
 import numpy as np
@@ -161,3 +162,19 @@ def test_work_on_the_output_does_not_reach_the_backward():
     output += 1
     got = numpy_sdpa.sdpa_backward(inputs.upstream["grad_output"], residuals)
     assert_same_bits(dict(enumerate(got[:3])), dict(enumerate(expected[:3])))
+
+
+@pytest.mark.parametrize("method", ["dense", "blockwise"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda residuals: pickle.loads(pickle.dumps(residuals))])
+def test_residuals_can_be_copied_and_sent(method, copied):
+    inputs = cases.make(cases.BY_NAME["B = H, most options"])
+    residuals = numpy_sdpa.sdpa_forward(*inputs[:3], **inputs.options, method=method)[1]
+    upstream = inputs.upstream["grad_output"]
+    expected = numpy_sdpa.sdpa_backward(upstream, residuals)
+    got = numpy_sdpa.sdpa_backward(upstream, copied(residuals))
+    assert_same_bits(got._asdict(), expected._asdict())
+
+
+def test_an_empty_jacobian_has_the_inputs_dtype():
+    query, key = np.ones((0, 2), np.float32), np.ones((3, 2))
+    assert numpy_sdpa.attention_jacobian(query, key, key, wrt="query").dtype == np.float32

@@ -148,6 +148,7 @@ def test_every_array_module(array_module):
         ({0: np.zeros((2, 3, 4, 6))}, ValueError, ["output_a", "(2, 3, 4, 6)", "output_b", "(2, 3, 4, 5)"]),
         ({1: np.zeros((2, 3, 4, 1))}, ValueError, ["lse_a", "(2, 3, 4, 1)"]),
         ({3: np.zeros((2, 3, 4), int)}, TypeError, ["lse_b must be floating, got int64"]),
+        ({1: None}, TypeError, ["lse_a must be an array, got None"]),
     ],
 )
 def test_bad_input(change, error, words):

@@ -12,8 +12,8 @@ import numpy_sdpa
 from numpy_sdpa import steps
 
 CASES = cases.ALL
-# JAX compiles each operation anew for each shape and dtype, some five seconds a case: it gets two, one half
-# precision, and most options under jit.
+# JAX compiles each operation anew for each shape and dtype, some five seconds a case: it gets two, and one half
+# precision. `test_jax.py` has the rest, traced and compiled whole.
 FOR_JAX = frozenset({"bare", "S = 0", "bfloat16"})
 RESIDUALS = (
     "scores capped_scores logits weights dropout_mask row_shift row_sum lse output query key value mask bias sinks "
@@ -88,29 +88,6 @@ def test_as_on_numpy_on_the_inputs_device(array_module, case):
     if array_module is CUPY_STANDIN:
         assert len(waits.pop("sdpa_forward")) <= 1  # the values of lengths, offsets, segments, asked at once
         assert not any(waits.values()), waits
-
-
-def test_under_jit():
-    """Values are not known there: validation leaves them alone, and nothing else may ask for one."""
-    case = next(case for case in cases.SHAPES if str(case) == "GQA 6/2, most options")
-    inputs, expected = cases.make(case), on_numpy(case)
-    host = {name: value for name, value in inputs.options.items() if not isinstance(value, np.ndarray)}
-
-    def gradients(query, key, value, options, upstream):
-        output, residuals = numpy_sdpa.sdpa_forward(query, key, value, **options, **host)
-        return output, numpy_sdpa.sdpa_backward(upstream.pop("grad_output"), residuals, **upstream)
-
-    with JAX.installed():
-        traced = {name: value for name, value in inputs.options.items() if name not in host}
-        arrays = [JAX.to_module(array) for array in inputs[:3]]
-        output, grads = JAX.jit(gradients)(*arrays, converted(JAX, traced), converted(JAX, inputs.upstream))
-        JAX.assert_same_module_and_device((output, *grads), arrays[0])
-    np.testing.assert_allclose(JAX.to_numpy(output), expected["output"], rtol=1e-12, atol=1e-13)
-    for name, gradient in grads._asdict().items():
-        if gradient is not None:
-            np.testing.assert_allclose(
-                JAX.to_numpy(gradient), expected[f"gradient: {name}"], rtol=1e-11, atol=1e-12, err_msg=name
-            )
 
 
 @on_modules("dtype", ["float16", "bfloat16", "float32"])

@@ -172,6 +172,8 @@ def test_no_sequences_and_lists():
         ({"cu_seqlens_q": (0, 5, 4, 9, 12)}, ValueError, ["cu_seqlens_q must rise within 0 … 14", "(0, 5, 4, 9, 12)"]),
         ({"cu_seqlens_k": (0, 5, 6, 9, 14)}, ValueError, ["cu_seqlens_k must rise within 0 … 13"]),
         ({"cu_seqlens_k": (0.0, 1.0)}, TypeError, ["cu_seqlens_k must be one axis of integers"]),
+        ({"cu_seqlens_k": (False, True)}, TypeError, ["cu_seqlens_k must be one axis of integers"]),
+        ({"query": None}, TypeError, ["query must be an array, got None"]),
         ({"sinks": np.zeros(3)}, ValueError, ["sinks must have shape (Hq,) = (4,)", "(4, 4)"]),
         ({"query": np.zeros((1, 14, 4, 3))}, ValueError, ["three axes", "query (1, 14, 4, 3)"]),
     ],
@@ -202,3 +204,11 @@ def test_cupy(array_module):
     np.testing.assert_allclose(array_module.to_numpy(output), expected, **ROUNDING)
     wanted = sdpa_varlen_backward(np.ones(expected.shape), of_numpy)
     np.testing.assert_allclose(array_module.to_numpy(gradients.key), wanted.key, **ROUNDING)
+
+
+def test_cumulative_lengths_in_every_form():
+    expected, _ = sdpa_varlen_forward(*inputs(), CUTS_Q, CUTS_K, enable_gqa=True)
+    for form in (np.asarray, list, lambda cuts: np.array(cuts, np.int32), lambda cuts: tuple(map(np.int64, cuts))):
+        output, residuals = sdpa_varlen_forward(*inputs(), form(CUTS_Q), form(CUTS_K), enable_gqa=True)
+        np.testing.assert_array_equal(output, expected)
+        assert residuals.cu_seqlens_q == tuple(CUTS_Q)

@@ -44,6 +44,8 @@ def _module_of(name: str, array: Array) -> Namespace:
                 f"{name} is a numpy.ma.MaskedArray, whose mask would be ignored: "
                 f"pass {name}.data, and what may be attended to as mask="
             )
+        if isinstance(array, np.matrix):
+            raise TypeError(f"{name} is a numpy.matrix, whose * is a matrix product: pass numpy.asarray({name})")
         return np
     package = type(array).__module__.partition(".")[0]
     if package == "cupy":  # no __array_namespace__: the type's module is the only sign
@@ -58,6 +60,13 @@ def _module_of(name: str, array: Array) -> Namespace:
 
 
 _LISTS_AND_NUMBERS = (list, tuple, bool, int, float, complex)
+
+
+def required(name: str, value: Any) -> Array:
+    """An array that must be there; a list becomes one."""
+    if value is None:
+        raise TypeError(f"{name} must be an array, got None")
+    return from_list(name, value)
 
 
 def from_list(name: str, value: Any) -> Array:
@@ -110,6 +119,12 @@ def result_type(xp: Namespace, *dtypes: DType) -> DType:
     return xp.result_type(*dtypes)
 
 
+def makes_dtype(xp: Namespace, name: str) -> bool:
+    """False where the module has the name only: jax.numpy without x64 turns float64 into float32."""
+    inspection = getattr(xp, "__array_namespace_info__", None)
+    return xp is np or inspection is None or name in inspection().dtypes()
+
+
 def default_integer(xp: Namespace) -> DType:
     return np.dtype(np.int64) if xp is np else xp.arange(0).dtype
 
@@ -127,6 +142,14 @@ def operand(xp: Namespace, array: Array, dtype: DType) -> Array:
         array = np.asarray(array, dtype=dtype, order="C")
         return array if array.flags.aligned else array.copy()
     return xp.asarray(array, dtype=dtype, order="C") if is_cupy(xp) else astype(array, dtype)
+
+
+def overwrite(xp: Namespace, function: Callable[..., Array], array: Array, *operands: Array) -> Array:
+    """function(array, *operands), written over `array` where the module can: for arrays that nobody else will read.
+
+    New memory comes from the operating system in pages that it clears first, which costs as much as the arithmetic.
+    """
+    return function(array, *operands, out=array) if xp is np or is_cupy(xp) else function(array, *operands)
 
 
 def owned(array: Array) -> Array:

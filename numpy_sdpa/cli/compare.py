@@ -7,7 +7,13 @@ from typing import Any
 HELP = "Judge what a kernel gave, array by array, and name the known mistake that reproduces it."
 
 _FLAGS = ("is_causal", "enable_gqa")
-_NUMBERS: dict[str, type] = {"query_offset": int, "scale": float, "softcap": float, "dropout_p": float, "dropout_seed": int}
+_NUMBERS: dict[str, type] = {
+    "query_offset": int,
+    "scale": float,
+    "softcap": float,
+    "dropout_p": float,
+    "dropout_seed": int,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -66,7 +66,8 @@ def write(path: Path, arrays: dict[str, np.ndarray], options: dict[str, Any]) ->
     if path.suffix == ".npz":
         # a plain .npz has no bfloat16: NumPy keeps the two bytes of each number
         arrays = {name: a.view("V2") if a.dtype.name == "bfloat16" else a for name, a in arrays.items()}
-        np.savez(path, options=json.dumps(options), **arrays)
+        named: dict[str, Any] = {**arrays, "options": json.dumps(options)}
+        np.savez(path, **named)
     elif path.suffix == ".safetensors":
         from safetensors.numpy import save_file
 

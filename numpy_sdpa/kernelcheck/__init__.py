@@ -1,7 +1,8 @@
 """Is a kernel right, and if not, which mistake is it?
 
-`compare` judges what a kernel gave for one problem, `make_case` makes problems, `check_kernel` does both for all the problems
-that catch people. To read on: `kernel` is the reference with replaceable steps, `mistakes` the table of what goes wrong.
+`compare` judges what a kernel gave for one problem, `make_case` makes problems, `check_kernel` does both for all the
+problems that catch people. To read on: `kernel` is the reference with replaceable steps, `mistakes` the table of what
+goes wrong.
 """
 
 from numpy_sdpa.kernelcheck.cases import make_case

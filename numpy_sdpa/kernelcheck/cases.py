@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from numpy_sdpa._internal.options import resolve
+from numpy_sdpa._internal.door import resolve
 from numpy_sdpa.attention import sdpa_backward, sdpa_forward
 from numpy_sdpa.kernelcheck.problem import INPUTS, Array
 from numpy_sdpa.visibility import visible_in, whole_plane
@@ -68,7 +68,7 @@ _SIZES: dict[str, Callable[[Sizes], Sizes]] = {
     "batch_equals_heads": lambda n: replace(n, B=n.Hq),
     "heads_equal_keys": lambda n: replace(n, S=n.Hq),
     "value_size": lambda n: replace(n, Ev=n.Ev // 2 or 1),
-    "odd_sizes": lambda n: replace(n, L=n.L - 11, S=n.S - 27, E=n.E - 3, Ev=n.Ev - 3),
+    "odd_sizes": lambda n: replace(n, L=_odd(n.L), S=_odd(n.S), E=_odd(n.E), Ev=_odd(n.Ev)),
     "one_query": lambda n: replace(n, L=1),
 }
 
@@ -123,7 +123,8 @@ def make_case(
     ----------
     features : str or iterable of str
         Any of `FEATURES` that go together: options (mask, bias, causal, window, gqa, …), coinciding and odd sizes, and
-        empty_rows, huge_logits, poison (NaN in every place that nothing may read), strided (arrays that are not contiguous).
+        empty_rows, huge_logits, poison (NaN in every place that nothing may read), strided (arrays that are not
+        contiguous).
     dtype : "float32" (default), "float16", "bfloat16" or "float64"
         Of the floating inputs.
     seed : int
@@ -136,8 +137,8 @@ def make_case(
     Returns
     -------
     arrays : dict
-        query, key, value, the options that are arrays, grad_output (and grad_lse) in `dtype`; output, lse and grad_… of every
-        floating input in float64: what is right. Replace these by the kernel's and give it all to `compare`.
+        query, key, value, the options that are arrays, grad_output (and grad_lse) in `dtype`; output, lse and grad_…
+        of every floating input in float64: what is right. Replace these by the kernel's and give it all to `compare`.
     options : dict
         The other options, by the contract's names.
 
@@ -238,10 +239,15 @@ def _inputs(
     return arrays, options
 
 
+def _odd(size: int) -> int:
+    return 3 * size // 4 | 1
+
+
 def _lengths(rng: np.random.Generator, batch: int, length: int) -> Array:
-    """One whole, the others at least half."""
-    lengths = rng.integers(-(-length // 2), length + 1, batch)
-    lengths[-1] = length
+    """Half or more of the length, and, where there are several, one whole."""
+    lengths = rng.integers(-(-length // 2), max(length, -(-length // 2) + 1), batch)
+    if batch > 1:
+        lengths[-1] = length
     return lengths
 
 
@@ -252,7 +258,7 @@ def _with_empty_rows(rng: np.random.Generator, mask: Array) -> Array:
 
 
 def _poison(arrays: dict[str, Array], options: Options) -> None:
-    """NaN where nothing may read: keys and values that no query sees, queries and gradients of rows that see nothing."""
+    """NaN where nothing may read: keys and values that no query sees, queries and gradients of empty rows."""
     attention = {name: array for name, array in arrays.items() if name not in ("query", "key", "value", "mask")}
     attention = {name: array for name, array in attention.items() if not name.startswith("grad_")}
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
@@ -270,7 +276,7 @@ def _poison(arrays: dict[str, Array], options: Options) -> None:
 
 
 def _golden(arrays: dict[str, Array], options: Options) -> dict[str, Array]:
-    wide = {name: a.astype(np.float64) if _is_floating(a) else a for name, a in arrays.items()}
+    wide: dict[str, Any] = {name: a.astype(np.float64) if _is_floating(a) else a for name, a in arrays.items()}
     grad_output, grad_lse = wide.pop("grad_output", None), wide.pop("grad_lse", None)
     output, residuals = sdpa_forward(wide.pop("query"), wide.pop("key"), wide.pop("value"), **wide, **options)
     golden = {"output": output, "lse": residuals.lse}

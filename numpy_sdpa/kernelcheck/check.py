@@ -118,9 +118,9 @@ def check_kernel(
     Parameters
     ----------
     kernel : callable
-        ``kernel(arrays, options)`` returns a mapping from names (output, lse, weights, grad_query, …) to arrays: what it has.
-        `arrays` holds query, key, value, the options that are arrays and, with `backward`, grad_output; `options` the others.
-        NotImplementedError skips a case.
+        ``kernel(arrays, options)`` returns a mapping from names (output, lse, weights, grad_query, …) to arrays: what
+        it has. `arrays` holds query, key, value, the options that are arrays and, with `backward`, grad_output;
+        `options` the others. NotImplementedError skips a case.
     semantics : str
         Whose meaning is right, and whose layout the arrays have: a name in `numpy_sdpa.kernelcheck.semantics`.
     dtypes : iterable of "float16", "bfloat16", "float32", "float64"

@@ -10,9 +10,9 @@ import numpy as np
 from numpy_sdpa.kernelcheck.diagnosis import diagnose
 from numpy_sdpa.kernelcheck.dump import Dump, DumpError, load
 from numpy_sdpa.kernelcheck.gold import Gold
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results
 from numpy_sdpa.kernelcheck.pictures import Picture, drawn
 from numpy_sdpa.kernelcheck.problem import RESULTS, Problem
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Results
 from numpy_sdpa.kernelcheck.report import ArrayReport, Judged, KernelReport, judge
 from numpy_sdpa.kernelcheck.tolerance import frobenius_bound, sensitivity
 from numpy_sdpa.kernelcheck.tolerance import tolerance as elementwise_tolerance
@@ -31,13 +31,14 @@ def compare(
     Parameters
     ----------
     arrays : mapping, or path of an ``.npz`` or ``.safetensors`` file
-        ``query, key, value``; the options that are arrays under the contract's names; what the kernel gave of ``output, lse,
-        weights, grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_alibi_slopes``, with the upstream ``grad_output``
-        (and ``grad_lse``). Other options: a JSON object under ``options`` (a string array; in safetensors the file's metadata).
-        With ``cu_seqlens_q`` and ``cu_seqlens_k`` the arrays are packed sequences (T, H, E), lse (Hq, T).
+        ``query, key, value``; the options that are arrays under the contract's names; what the kernel gave of
+        ``output, lse, weights, grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_alibi_slopes``, with the
+        upstream ``grad_output`` (and ``grad_lse``). Other options: a JSON object under ``options`` (a string array;
+        in safetensors the file's metadata). With ``cu_seqlens_q`` and ``cu_seqlens_k`` the arrays are packed
+        sequences (T, H, E), lse (Hq, T).
     layout : "bhld" (B…, H, L, E) or "blhd" (B…, L, H, E), optional
-        Of query, key, value, output and their gradients; default: that of `semantics`, or "bhld". lse is (B…, Hq, L), mask, bias
-        and weights are (B…, Hq, L, S) in either.
+        Of query, key, value, output and their gradients; default: that of `semantics`, or "bhld". lse is (B…, Hq, L),
+        mask, bias and weights are (B…, Hq, L, S) in either.
     semantics : str, optional
         The system whose meaning is right where systems disagree: a row of docs/semantics.md. Default: this package's.
     tolerance : float or mapping from names to floats, optional
@@ -49,8 +50,8 @@ def compare(
     Returns
     -------
     KernelReport
-        ``passed``, ``arrays``, ``diagnosis``; prints as a table and a sentence; ``to_dict()`` and ``to_json()`` for programs,
-        ``plot(path)`` for a picture.
+        ``passed``, ``arrays``, ``diagnosis``; prints as a table and a sentence; ``to_dict()`` and ``to_json()`` for
+        programs, ``plot(path)`` for a picture.
 
     Raises
     ------
@@ -80,7 +81,9 @@ def compare(
         arrays=reports,
         diagnosis=diagnose(gold, wrong, badness, told),
         dtype=problem.dtype,
-        picture=Picture({name: drawn(name, problem.given[name], gold.results[name], badness[name]) for name in badness}),
+        picture=Picture(
+            {name: drawn(name, problem.given[name], gold.results[name], badness[name]) for name in badness}
+        ),
     )
 
 
@@ -127,4 +130,3 @@ def _shapes_of_mistakes(problem: Problem, name: str) -> set[tuple[int, ...]]:
                 shape = shape[1:]
             shapes.add(shape)
     return shapes
-

@@ -1,7 +1,8 @@
 """Which known mistakes reproduce a kernel's arrays: forward ones, backward ones, and one of each at once.
 
-A candidate is a mistake in one of its forms, and one way for the rest of the kernel to go with it. It is tried on a sample of
-the plane first; what explains something there is confirmed on another sample, or on everything where that is small.
+A candidate is a mistake in one of its forms, and one way for the rest of the kernel to go with it. It is tried on a
+sample of the plane first; what explains something there is confirmed on another sample, or on everything where that
+is small.
 """
 
 import math
@@ -12,17 +13,18 @@ import numpy as np
 
 from numpy_sdpa.kernelcheck.gold import Gold
 from numpy_sdpa.kernelcheck.half_sums import explained_by_half_sums
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Mistake
 from numpy_sdpa.kernelcheck.problem import FORWARD, GRADIENTS, Array
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Mistake
 from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS, Diagnosis
 from numpy_sdpa.kernelcheck.sample import Key, Sample, Strips, Whole
 
-# Elements of the plane up to which everything is the sample (one mistake takes a millisecond), and up to which everything confirms.
+# Elements of the plane up to which everything is the sample (one mistake takes a millisecond), and up to which
+# everything confirms.
 _TRY_WHOLE = 2**13
 _CONFIRM_WHOLE = 2**20
 
-# What rounding may leave between a wrong kernel and the mistake that it made, relative (Frobenius): the arrays of a wrong
-# kernel carry errors like those of a right one, but their size is that of other numbers.
+# What rounding may leave between a wrong kernel and the mistake that it made, relative (Frobenius): the arrays of a
+# wrong kernel carry errors like those of a right one, but their size is that of other numbers.
 _LEFT = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 _LEFT_AT_MOST = 0.1
 # A mistake explains an array only if it takes away this much of its error.
@@ -159,8 +161,11 @@ class _Diagnoser:
         self, candidate: Candidate, sample: Sample, names: Iterable[str], gain: float = _GAIN
     ) -> Explanation | None:
         """The wrong results that the candidate reproduces; None if it contradicts one that is right."""
-        residuals, variant = {}, candidate.variant
-        for name, outcome in _outcomes(candidate, sample, names, worth_more=lambda: bool(residuals or candidate.forward)):
+        residuals: dict[str, float] = {}
+        variant = candidate.variant
+        for name, outcome in _outcomes(
+            candidate, sample, names, worth_more=lambda: bool(residuals or candidate.forward)
+        ):
             now = residual(outcome.given, outcome.gold)
             then, form = min(
                 ((residual(outcome.given, array), form) for form, array in outcome.predicted), default=(math.inf, "")
@@ -190,7 +195,7 @@ class _Diagnoser:
 def _outcomes(
     candidate: Candidate, sample: Sample, names: Iterable[str], worth_more: Callable[[], bool] = lambda: True
 ) -> Iterator[tuple[str, Outcome]]:
-    """What the candidate makes of those results that the sample has; those that cost much only if it is worth it by then."""
+    """What the candidate makes of the sample's results; of those that cost much only if it is worth it by then."""
     if candidate.is_rewritten:
         yield from _rewritten(candidate, sample, names)
         return
@@ -229,8 +234,8 @@ def _rewritten(candidate: Candidate, sample: Sample, names: Iterable[str]) -> It
 
 def _forms(sample: Sample, is_backward: bool) -> Iterator[tuple[Mistake, Key]]:
     for mistake in MISTAKES.values():
-        if mistake.is_backward == is_backward and mistake.changes is not None:
-            for change in mistake.changes(sample.problem):
+        if mistake.is_backward == is_backward:
+            for change in mistake.all_changes(sample.problem):
                 yield mistake, (mistake.id, change.variant)
 
 
@@ -243,7 +248,7 @@ def _forward_candidates(sample: Sample) -> Iterator[Candidate]:
 
 
 def _meetings(candidate: Candidate) -> Iterator[Candidate]:
-    """Ways for a forward mistake to meet the backward pass: it goes with it, or takes its lse and D, or its lse alone."""
+    """How a backward pass meets a forward mistake: it has it too, or takes its lse and D, or its lse alone."""
     wrong = candidate.forward
     yield candidate._replace(chain=wrong, statistics=wrong)
     yield candidate._replace(chain=(), statistics=wrong)
@@ -255,16 +260,14 @@ def _backward_candidates(sample: Sample, base: tuple[Key, ...]) -> Iterator[Cand
     for mistake, key in _forms(sample, is_backward=True):
         for chain in dict.fromkeys([(*base, key), (key,)]):
             for own_row_dot in (False, True):
-                yield Candidate(
-                    mistake.id, key[1], chain=chain, statistics=base, own_row_dot=own_row_dot
-                )
+                yield Candidate(mistake.id, key[1], chain=chain, statistics=base, own_row_dot=own_row_dot)
     for mistake in MISTAKES.values():
         if mistake.rewritten is not None:
             yield Candidate(mistake.id, chain=base, is_rewritten=True)
 
 
 def _forward_mistakes_in_backward(sample: Sample) -> Iterator[Candidate]:
-    """Forward mistakes in the gradients alone: the backward computes the forward again, or takes the right lse (and D)."""
+    """Forward mistakes in gradients alone: the backward computes a forward again, or takes the right lse (and D)."""
     for mistake, key in _forms(sample, is_backward=False):
         candidate = Candidate(mistake.id, key[1], chain=(key,))
         yield candidate._replace(statistics=(key,))
@@ -307,12 +310,11 @@ def best(explanations: list[Explanation], wrong: Iterable[str]) -> list[Explanat
     chosen: list[Explanation] = []
     remaining = set(wrong)
     while remaining:
-        first = max(
-            explanations, key=lambda e: (len(remaining & set(e.residuals)), -e.error(remaining)), default=None
-        )
-        covered = remaining & set(first.residuals) if first else set()
-        if not covered:
+        usable = [e for e in explanations if remaining & set(e.residuals)]
+        if not usable:
             break
+        first = max(usable, key=lambda e: (len(remaining & set(e.residuals)), -e.error(remaining)))
+        covered = remaining & set(first.residuals)
         limit = max(first.error(covered) * _RIVAL, 1e-12)  # below that, float64 has no opinion
         group = [e for e in explanations if covered <= set(e.residuals) and e.error(covered) <= limit]
         seen = {e.candidate.mistake for e in chosen}
@@ -342,7 +344,9 @@ def named(explanations: list[Explanation]) -> list[Diagnosis]:
         for number, explanation in enumerate(sorted(group, key=lambda e: order[e.candidate.mistake])):
             candidate, residuals = explanation
             diagnoses.append(
-                Diagnosis(candidate.mistake, _in_order(residuals), max(residuals.values()), candidate.variant, number > 0)
+                Diagnosis(
+                    candidate.mistake, _in_order(residuals), max(residuals.values()), candidate.variant, number > 0
+                )
             )
     return diagnoses
 

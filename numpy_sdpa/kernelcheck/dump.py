@@ -118,7 +118,9 @@ def _without_seed(problem: Problem) -> Problem:
         return problem
     mask = kept_in(problem.resolved[1], whole_plane(problem.resolved[1]))
     options = {name: option for name, option in problem.options.items() if name != "dropout_seed"}
-    inputs = problem.inputs if mask is None else {**problem.inputs, "dropout_mask": np.broadcast_to(mask, problem.plane)}
+    inputs = (
+        problem.inputs if mask is None else {**problem.inputs, "dropout_mask": np.broadcast_to(mask, problem.plane)}
+    )
     return replace(problem, inputs=inputs, options=options)
 
 
@@ -167,7 +169,9 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         import safetensors
     except ImportError as error:
-        raise DumpError("reading .safetensors needs the package safetensors: pip install 'numpy-sdpa[safetensors]'") from error
+        raise DumpError(
+            "reading .safetensors needs the package safetensors: pip install 'numpy-sdpa[safetensors]'"
+        ) from error
     try:
         with safetensors.safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -177,7 +181,9 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     arrays = {}
     for name, tensor in tensors:
         if tensor["dtype"] not in _SAFETENSORS:
-            raise DumpError(f"{path}: {name} has dtype {tensor['dtype']}, which is not one of {', '.join(_SAFETENSORS)}")
+            raise DumpError(
+                f"{path}: {name} has dtype {tensor['dtype']}, which is not one of {', '.join(_SAFETENSORS)}"
+            )
         arrays[name] = np.frombuffer(tensor["data"], dtype=_SAFETENSORS[tensor["dtype"]]).reshape(tensor["shape"])
     return arrays, _parsed_options(metadata.get("options"))
 
@@ -189,7 +195,9 @@ def _parsed_options(options: Any) -> dict[str, Any]:
         return dict(options)
     if isinstance(options, np.ndarray):
         if options.size != 1 or options.dtype.kind not in "US":
-            raise DumpError(f"options must be one string with a JSON object, got shape {options.shape} of {options.dtype}")
+            raise DumpError(
+                f"options must be one string with a JSON object, got shape {options.shape} of {options.dtype}"
+            )
         options = options.reshape(-1)[0]
     text = options.decode("utf-8", "replace") if isinstance(options, bytes) else str(options)
     try:

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from numpy_sdpa.attention import sdpa_backward, sdpa_forward
-from numpy_sdpa.kernelcheck.mistakes import Results
 from numpy_sdpa.kernelcheck.problem import Array, Problem
+from numpy_sdpa.kernelcheck.registry import Results
 from numpy_sdpa.kernelcheck.semantics import SYSTEMS
 from numpy_sdpa.kernelcheck.tolerance import rounding_sigma
 from numpy_sdpa.residuals import SDPAGradients, SDPAResiduals, Upstream
@@ -116,6 +116,4 @@ def _forward(problem: Problem) -> SDPAResiduals:
 
 
 def _backward(problem: Problem, residuals: SDPAResiduals) -> SDPAGradients:
-    return sdpa_backward(
-        problem.upstream.get("grad_output"), residuals, grad_lse=problem.upstream.get("grad_lse")
-    )
+    return sdpa_backward(problem.upstream.get("grad_output"), residuals, grad_lse=problem.upstream.get("grad_lse"))

@@ -11,8 +11,9 @@ from numpy_sdpa.kernelcheck.kernel import Kernel, Statistics
 from numpy_sdpa.kernelcheck.problem import Array
 from numpy_sdpa.kernelcheck.sample import Sample
 
-# A kernel may add up some of its sums so and not others, or round only after every block of 16 or 32 terms: its error is
-# between a sixteenth of that of rounding after each term in every sum, and (some order of the terms) four times it.
+# A kernel may add up some of its sums so and not others, or round only after every block of 16 or 32 terms: its error
+# is between a sixteenth of that of rounding after each term in every sum, and (some order of the terms) four times
+# it.
 _LEAST, _MOST = 1 / 16, 4.0
 # Rounding steps in one sum, at most: longer sums round after some terms together, so that 4096 terms take a second.
 _ROUNDINGS = 512
@@ -29,7 +30,9 @@ def explained_by_half_sums(sample: Sample, names: set[str], dtype: str) -> dict[
         emulated = half_sum_results(sample, half_type)
         sizes = {name: _distance(emulated[name], sample.gold[name]) for name in names if name in emulated}
         if names and sizes.keys() == names and all(_LEAST * sizes[n] <= errors[n] <= _MOST * sizes[n] for n in names):
-            return {name: errors[name] / max(float(np.linalg.norm(_finite(sample.gold[name]))), 1e-300) for name in names}
+            return {
+                name: errors[name] / max(float(np.linalg.norm(_finite(sample.gold[name]))), 1e-300) for name in names
+            }
     return None
 
 

@@ -127,10 +127,10 @@ class GradValue:
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         precision, dropped = self._precision, tile.dropped
-        own = (tile.exponential + tile.lse + precision.half) * tile.like_rows * dropped**2
+        own = (tile.exponential + tile.lse + tile.stored) * tile.like_rows * dropped**2
         own = own + near_zero(dropped, precision)
-        spread = log_spread(tile.weights, tile.log_weights, -2)
-        alike = np.sqrt(stored_alike(spread, precision) + drift(spread, self._sum.count, precision))
+        share = drift(log_spread(tile.weights, tile.log_weights, -2), self._sum.count, precision)
+        alike = np.sqrt(share + stored_alike(tile.weights, tile.log_weights, -2, precision))
         small = np.maximum(precision.vanishing * np.sum(dropped, axis=-2, keepdims=True), precision.vanished)
         lost = np.where(dropped < small, dropped, 0.0) / precision.rounding
         self._sum.add(dropped, self._problem.grad_output[..., rows, :], own, alike * dropped + lost, tile.like_rows)

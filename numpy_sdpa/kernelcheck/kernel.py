@@ -1,8 +1,8 @@
 """A kernel in float64 whose steps can be replaced: the reference's own chain, on the whole plane or on a part of it.
 
-`mistakes` holds the replacements. A replaced step takes the kernel itself, for its operands and its view of the plane, and
-then what the default step takes. Grouped keys and values are repeated here, one for each query head, so that a mistake can
-change who reads what; the sum over the group is a step of its own.
+`mistakes` holds the replacements. A replaced step takes the kernel itself, for its operands and its view of the
+plane, and then what the default step takes. Grouped keys and values are repeated here, one for each query head, so
+that a mistake can change who reads what; the sum over the group is a step of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ import numpy as np
 from numpy_sdpa import chain, steps
 from numpy_sdpa.chain import Differentiable, View
 from numpy_sdpa.kernelcheck.problem import Array, Problem
-from numpy_sdpa.visibility import Tile, visible_in
+from numpy_sdpa.visibility import Tile
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,12 @@ class Change:
     view: Callable[["Kernel", View], View] | None = None
     key_heads: Array | None = None  # which key head each query head reads
     problem: Problem | None = None  # another problem altogether
-    results: Callable[[Array], Array] | None = None  # what becomes of each result (…, H, L, X) and gradient of Q, K and V
-    whole: bool = False  # a part of the plane does not tell: a sum runs over more than a row, or arrays are read otherwise
+    results: Callable[[Array], Array] | None = (
+        None  # what becomes of each result (…, H, L, X) and gradient of Q, K and V
+    )
+    whole: bool = (
+        False  # a part of the plane does not tell: a sum runs over more than a row, or arrays are read otherwise
+    )
 
     def with_(self, other: "Change") -> "Change":
         """Both changes; where they touch the same thing, the other's."""
@@ -130,24 +134,23 @@ class Kernel:
 
     def _view(self) -> View:
         bias = self.inputs.bias
-        tiles = [
-            [self._tile(Tile(rows, columns), bias) for columns in self.part.columns] for rows in self.part.rows
-        ]
+        tiles = [[self._tile(Tile(rows, columns), bias) for columns in self.part.columns] for rows in self.part.rows]
 
         def joined(name: str) -> Array | None:
             arrays = [[getattr(view, name) for view in row] for row in tiles]
             if all(array is None for row in arrays for array in row):
                 return None
-            return np.concatenate([np.concatenate(row, axis=-1) for row in _broadcast(arrays, tiles_shape(self.part))], axis=-2)
+            return np.concatenate(
+                [np.concatenate(row, axis=-1) for row in _broadcast(arrays, tiles_shape(self.part))], axis=-2
+            )
 
         whole = tiles[0][0]
-        return whole._replace(
-            visible=joined("visible"), distance=joined("distance"), kept=joined("kept")
-        )
+        return whole._replace(visible=joined("visible"), distance=joined("distance"), kept=joined("kept"))
 
     def _tile(self, tile: Tile, bias: Array | None) -> View:
         view = chain.view_of(self.options, tile, chain.tile_of_bias(bias, tile), self.inputs.alibi_slopes is not None)
-        of_heads = {name: take_heads(getattr(view, name), self.part.heads) for name in ("visible", "distance", "kept")}
+        names = ("visible", "distance", "kept")
+        of_heads: dict[str, Any] = {name: take_heads(getattr(view, name), self.part.heads) for name in names}
         return view._replace(group=1, **of_heads)
 
     def step(self, name: str, *arguments: Any) -> Any:
@@ -242,19 +245,16 @@ def grad_lse(kernel: Kernel, lse: Array) -> Array:
     return kernel.grad_lse(lse)
 
 
-def softmax_backward(
-    kernel: Kernel, weights: Array, grad_weights: Array, row_dot: Array, grad_lse: Array
-) -> Array:
+def softmax_backward(kernel: Kernel, weights: Array, grad_weights: Array, row_dot: Array, grad_lse: Array) -> Array:
     """gZ = P ∘ (gP − D + g_lse)."""
     return weights * (grad_weights - row_dot + grad_lse)
 
 
 def sinks_backward(kernel: Kernel, row_dot: Array, grad_lse: Array, lse: Array) -> Array | None:
     """g_sink = p_sink (g_lse − D), for each row: (…, heads, rows)."""
-    sinks = kernel.operands.sinks
-    if sinks is None:
+    if kernel.operands.sinks is None:
         return None
-    sinks = sinks[..., None, None]
+    sinks = kernel.operands.sinks[..., None, None]
     sink_weight = np.where(sinks == -np.inf, 0, np.exp(np.where(sinks == lse, 0, sinks - lse)))
     return (sink_weight * (grad_lse - row_dot))[..., 0]
 
@@ -287,7 +287,8 @@ def take_heads(array: Array | None, heads: Array) -> Array | None:
 
 def strip(array: Array, part: Part) -> Array:
     """The part's heads, rows and columns of an array that broadcasts to the plane, at least 2-D."""
-    array = take_heads(array, part.heads)
+    if array.ndim > 2 and array.shape[-3] != 1:
+        array = array[..., part.heads, :, :]
     if array.shape[-2] != 1:
         array = array[..., part.row_indices(), :]
     return array if array.shape[-1] == 1 else array[..., part.column_indices()]

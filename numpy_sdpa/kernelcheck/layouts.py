@@ -1,5 +1,6 @@
-"""Between the layout of a dump and (B…, H, L, E), which everything else works in; and back, for the index of an entry."""
+"""Between the layout of a dump and (B…, H, L, E), which everything else works in; and back, for an entry's index."""
 
+import itertools
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -63,7 +64,8 @@ class Heads(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Sequences one after the other, (T, H, E), between cu_seqlens: here each is an element of a batch, filled up with 0.
+    """Sequences one after the other, (T, H, E), between cu_seqlens: here each is an element of a batch, filled up
+    with 0.
 
     Rows outside every sequence become one more element, of length 0: they too must be 0.
     """
@@ -79,7 +81,9 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, values: dict[str, Any], cu_seqlens_q: Any, cu_seqlens_k: Any) -> "Packed":
         if cu_seqlens_q is None or cu_seqlens_k is None:
-            missing, present = ("cu_seqlens_q", "cu_seqlens_k") if cu_seqlens_q is None else ("cu_seqlens_k", "cu_seqlens_q")
+            missing, present = (
+                ("cu_seqlens_q", "cu_seqlens_k") if cu_seqlens_q is None else ("cu_seqlens_k", "cu_seqlens_q")
+            )
             raise ValueError(f"{present} was given without {missing}")
         refused = ("mask", "bias", "dropout_mask", "dropout_seed", "query_lengths", "key_lengths", "query_segments")
         for name in (*refused, "key_segments", "weights"):
@@ -92,7 +96,8 @@ class Packed(NamedTuple):
         _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, len(values["key"]))
         if len(cu_seqlens_q) != len(cu_seqlens_k):
             raise ValueError(
-                f"cu_seqlens_q and cu_seqlens_k must have the same length, got {len(cu_seqlens_q)} and {len(cu_seqlens_k)}"
+                "cu_seqlens_q and cu_seqlens_k must have the same length, "
+                f"got {len(cu_seqlens_q)} and {len(cu_seqlens_k)}"
             )
         queries, query_extra = _rows(cu_seqlens_q, len(values["query"]))
         keys, key_extra = _rows(cu_seqlens_k, len(values["key"]))
@@ -161,7 +166,7 @@ def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int) -> None:
 
 def _rows(cu_seqlens: Array, total: int) -> tuple[list[Array], Array]:
     """Each sequence's packed rows, and those outside every sequence."""
-    inside = [np.arange(start, stop) for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+    inside = [np.arange(start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
     outside = np.concatenate([np.arange(cu_seqlens[0]), np.arange(cu_seqlens[-1], total)])
     return inside, outside.astype(np.int64)
 

@@ -1,16 +1,16 @@
 """The mistakes that kernels make, each a small mutation of the reference. To add one, write one function here.
 
-A function under ``@forward`` or ``@backward`` yields a `Change` of the chain for each form that the mistake takes; one under
-``@rewritten`` yields what a single result becomes, from the results of a run without it. What does not apply to a problem
-yields nothing, or changes nothing. The remedy is the sentence that the report prints.
+A function under ``@forward`` or ``@backward`` yields a `Change` of the chain for each form that the mistake takes;
+one under ``@rewritten`` yields what a single result becomes, from the results of a run without it. What does not
+apply to a problem yields nothing, or changes nothing. The remedy is the sentence that the report prints.
 """
 
 import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,50 +19,8 @@ from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.chain import Differentiable, View
 from numpy_sdpa.kernelcheck import kernel as right
 from numpy_sdpa.kernelcheck.kernel import RIGHT, Change, Forward, Kernel
-from numpy_sdpa.kernelcheck.problem import INPUTS, Array, Problem
-
-Changes = Callable[[Problem], Iterator[Change]]
-Rewritten = Callable[["Results", str], Iterator[tuple[str, Array]]]
-
-
-class Results(NamedTuple):
-    """What a kernel gives for a whole problem, right or with a forward mistake in it."""
-
-    problem: Problem
-    arrays: dict[str, Array]  # by result name, in the contract's shapes
-    # an input's gradient before any sum over what was repeated (`Problem.full_shape`); None where that is not at hand
-    unsummed: Callable[[str], Array] | None
-
-
-@dataclass
-class Mistake:
-    id: str
-    remedy: str
-    is_backward: bool  # in the backward pass only
-    changes: Changes | None = None
-    rewritten: Rewritten | None = None
-
-
-MISTAKES: dict[str, Mistake] = {}  # in this file's order, which also orders ties
-
-
-def _add(mistake_id: str, remedy: str, is_backward: bool, **functions: Any) -> None:
-    mistake = MISTAKES.setdefault(mistake_id, Mistake(mistake_id, remedy, is_backward))
-    for name, function in functions.items():
-        setattr(mistake, name, function)
-
-
-def forward(mistake_id: str, remedy: str) -> Callable[[Changes], None]:
-    return lambda changes: _add(mistake_id, remedy, False, changes=changes)
-
-
-def backward(mistake_id: str, remedy: str) -> Callable[[Changes], None]:
-    return lambda changes: _add(mistake_id, remedy, True, changes=changes)
-
-
-def rewritten(mistake_id: str, remedy: str, *, is_backward: bool = True) -> Callable[[Rewritten], None]:
-    return lambda function: _add(mistake_id, remedy, is_backward, rewritten=function)
-
+from numpy_sdpa.kernelcheck.problem import FILL, INPUTS, Array, Problem
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Results, backward, forward, rewritten
 
 # ------------------------------------------------------------------------------------------------------------------
 # Scale
@@ -132,7 +90,10 @@ def _(problem: Problem) -> Iterator[Change]:
         yield Change(options={"is_causal": False})
 
 
-@forward("causal-alignment", "the diagonal is elsewhere: upper_left puts query i at i, lower_right at i + S − L (of the lengths)")
+@forward(
+    "causal-alignment",
+    "the diagonal is elsewhere: upper_left puts query i at i, lower_right at i + S − L (of the lengths)",
+)
 def _(problem: Problem) -> Iterator[Change]:
     options = problem.resolved[1]
     keys = options.key_length if options.key_lengths is None else options.key_lengths
@@ -185,47 +146,45 @@ def _(problem: Problem) -> Iterator[Change]:
 
 
 def _empty(kernel: Kernel) -> Array:
-    """The rows that the right kernel sees nothing from; broadcasts to (…, rows, 1)."""
-    return ~Kernel(kernel.problem, part=kernel.part).sees
+    """The rows that see nothing, before the view is changed; broadcasts to (…, rows, 1)."""
+    return ~Kernel(kernel.problem, replace(kernel.change, view=None), kernel.part).sees
 
 
-@forward("fully-masked-mean", "a query that sees no key has output 0 and lse −∞; a finite fill makes it a mean of values")
+@forward(
+    "fully-masked-mean", "a query that sees no key has output 0 and lse −∞; a finite fill makes it a mean of values"
+)
 def _(problem: Problem) -> Iterator[Change]:
-    every_mask = dict.fromkeys(("mask", "query_lengths", "key_lengths", "query_segments", "key_segments"))
+    masks = dict.fromkeys(("mask", "query_lengths", "key_lengths", "query_segments", "key_segments"))
 
     def seeing(options: dict[str, Any]) -> Callable[[Kernel, View], View]:
+        """Rows that see nothing see all that `options` leave."""
+
         def view_of(kernel: Kernel, view: View) -> View:
+            if view.visible is None:
+                return view
             unmasked = Kernel(kernel.problem, Change(inputs={"bias": None}, options=options), kernel.part).view.visible
-            return view if view.visible is None else view._replace(
-                visible=view.visible | (_empty(kernel) & (True if unmasked is None else unmasked))
-            )
+            return view._replace(visible=view.visible | (_empty(kernel) & (True if unmasked is None else unmasked)))
+
         return view_of
 
-    def lse_given(kernel: Kernel, softmax: steps.Softmax) -> steps.Softmax:
-        """Any finite fill will do: where the kernel gave an lse, its own fill."""
-        given = problem.given.get("lse")
-        if given is None or given.shape != problem.plane[:-1]:
-            return softmax
-        given = given[..., kernel.part.heads, :][..., kernel.part.row_indices()][..., None]
-        is_fill = _empty(kernel) & np.isfinite(given) & (given < -1e3)  # no mask is filled with less
-        return softmax._replace(lse=np.where(is_fill, given, softmax.lse))
+    def filled(kernel: Kernel) -> chain.Logits:
+        stages = right.logits(kernel)
+        return stages._replace(logits=np.where(_empty(kernel) & np.isfinite(stages.logits), FILL, stages.logits))
 
-    def replaced(kernel: Kernel, logits: Array) -> steps.Softmax:
-        return lse_given(kernel, right.softmax(kernel, np.where(_empty(kernel) & np.isfinite(logits), -1e9, logits)))
-
-    def added(kernel: Kernel, logits: Array) -> steps.Softmax:
-        return lse_given(kernel, right.softmax(kernel, np.where(_empty(kernel), logits - 1e9, logits)))
+    def added(kernel: Kernel) -> chain.Logits:
+        stages = right.logits(kernel)
+        return stages._replace(logits=np.where(_empty(kernel), stages.logits + FILL, stages.logits))
 
     def stopped(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
         return right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
 
-    if np.all(problem.sees):
+    if np.all(problem.sees) and problem.system.empty_rows == "zero":
         return
-    for keys, options in (("all keys", every_mask | {"is_causal": False, "window": (None, None)}), ("band", every_mask)):
+    for keys, options in (("all keys", masks | {"is_causal": False, "window": (None, None)}), ("band", masks)):
         view = seeing(options)
-        yield Change(f"{keys}, filled", view=view, steps={"softmax": replaced, "logits_backward": stopped})
-        yield Change(f"{keys}, filled, gradient flowing", view=view, steps={"softmax": replaced})
-        yield Change(f"{keys}, fill added", view=view, steps={"softmax": added})
+        yield Change(f"{keys}, filled", view=view, steps={"logits": filled, "logits_backward": stopped})
+        yield Change(f"{keys}, filled, gradient flowing", view=view, steps={"logits": filled})
+        yield Change(f"{keys}, fill added", view=view, steps={"logits": added})
 
 
 @forward("fully-masked-nan", "a query that sees no key has output 0 and lse −∞: guard the division by its sum of 0")
@@ -257,7 +216,11 @@ def _(problem: Problem) -> Iterator[Change]:
 
     if np.all(problem.sees):
         return
-    spread = {"output": output, "output_backward": output_backward, "logits_backward": logits_backward}
+    spread: dict[str, Callable[..., Any]] = {
+        "output": output,
+        "output_backward": output_backward,
+        "logits_backward": logits_backward,
+    }
     for variant, function in (("", softmax), ("lse too", softmax_nan_lse)):
         yield Change(variant, steps={"softmax": function, **spread})
 
@@ -265,7 +228,7 @@ def _(problem: Problem) -> Iterator[Change]:
 def right_change(problem: Problem) -> Change:
     """None, unless the kernel's own system averages all values where a query sees no key: then that is right."""
     if problem.system.empty_rows == "mean":
-        return next(MISTAKES["fully-masked-mean"].changes(problem), RIGHT)
+        return next(MISTAKES["fully-masked-mean"].all_changes(problem), RIGHT)
     return RIGHT
 
 
@@ -292,7 +255,9 @@ def _written(array: Array) -> Array:
     return np.reshape(np.swapaxes(array, -3, -2), array.shape)
 
 
-_LAYOUT = "heads and positions are exchanged: pass and read (…, H, L, E) where that is the layout, (…, L, H, E) where that is"
+_LAYOUT = (
+    "heads and positions are exchanged: pass and read (…, H, L, E) where that is the layout, (…, L, H, E) where that is"
+)
 
 
 @forward("layout-swapped", _LAYOUT)
@@ -302,16 +267,24 @@ def _(problem: Problem) -> Iterator[Change]:
         changed = {name: _reread(inputs[name]) for name in names}
         variant = f"{', '.join(names)} read so"
         yield Change(variant, inputs=changed, whole=True)
-        yield Change(f"{variant}, results written so", inputs=changed, whole=True, results=lambda array: _written(array))
+        yield Change(
+            f"{variant}, results written so", inputs=changed, whole=True, results=lambda array: _written(array)
+        )
     swapped = {name: np.swapaxes(inputs[name], -3, -2) for name in ("query", "key", "value")}
-    upstream = {name: np.swapaxes(array, -2, -3 if name == "grad_output" else -1) for name, array in problem.upstream.items()}
+    upstream = {
+        name: np.swapaxes(array, -2, -3 if name == "grad_output" else -1) for name, array in problem.upstream.items()
+    }
     other = replace(problem, inputs={**inputs, **swapped}, upstream=upstream)
     *batch, heads, length, _ = problem.shape_of("output")
     upstream_shape = (*batch, length, heads)
-    with contextlib.suppress(TypeError, ValueError):  # where lengths cannot be head counts no kernel takes them for that
+    with contextlib.suppress(
+        TypeError, ValueError
+    ):  # where lengths cannot be head counts no kernel takes them for that
         if other.shape_of("output")[:-1] != upstream_shape:
             return
-        yield Change("attending over heads", problem=other, whole=True, results=lambda array: np.swapaxes(array, -3, -2))
+        yield Change(
+            "attending over heads", problem=other, whole=True, results=lambda array: np.swapaxes(array, -3, -2)
+        )
 
 
 @rewritten("layout-swapped", _LAYOUT, is_backward=False)
@@ -342,7 +315,9 @@ def _capped_late(after: tuple[str, ...], masked: bool) -> dict[str, Callable[...
     def inside(kernel: Kernel) -> chain.Logits:
         kept = {name: getattr(kernel.operands, name) if name in after else None for name in ("bias", "alibi_slopes")}
         view = Kernel(kernel.problem, replace(kernel.change, view=None), kernel.part).view
-        return chain.logits_forward(kernel.operands._replace(softcap=None, **kept), view if masked else view._replace(visible=None))
+        return chain.logits_forward(
+            kernel.operands._replace(softcap=None, **kept), view if masked else view._replace(visible=None)
+        )
 
     def logits(kernel: Kernel) -> chain.Logits:
         stages = inside(kernel)
@@ -373,10 +348,13 @@ def replace_operands(kernel: Kernel, **operands: Any) -> Differentiable:
 @forward("softcap-after-mask", "cap before the mask: a capped −∞ is −softcap, and hidden keys get weight")
 def _(problem: Problem) -> Iterator[Change]:
     if problem.resolved[0].softcap is not None:
-        seeing_all = {"view": lambda kernel, view: view._replace(visible=None)}
         added = tuple(name for name in ("bias", "alibi_slopes") if problem.inputs.get(name) is not None)
         for after in dict.fromkeys([added, ()]):
-            yield Change(f"scores + {' + '.join((*after, 'mask'))}", steps=_capped_late(after, masked=True), **seeing_all)
+            yield Change(
+                f"scores + {' + '.join((*after, 'mask'))}",
+                steps=_capped_late(after, masked=True),
+                view=lambda kernel, view: view._replace(visible=None),
+            )
 
 
 @forward("bias-before-softcap", "cap the scores first, then add ALiBi and bias")
@@ -410,10 +388,14 @@ def _(problem: Problem) -> Iterator[Change]:
         def view_of(kernel: Kernel, view: View) -> View:
             rows, columns = kernel.part.row_indices(), kernel.part.column_indices()
             return view._replace(distance=sign * (rows[:, None] + kernel.options.offset - columns).astype(np.float64))
+
         return view_of
 
+    def negated(kernel: Kernel, view: View) -> View:
+        return view._replace(distance=-np.asarray(view.distance))
+
     if problem.inputs.get("alibi_slopes") is not None:
-        yield Change("+ slope · |p(i) − j|", view=lambda kernel, view: view._replace(distance=-view.distance))
+        yield Change("+ slope · |p(i) − j|", view=negated)
         yield Change("− slope · (p(i) − j)", view=signed(1))
         yield Change("+ slope · (p(i) − j)", view=signed(-1))
 
@@ -482,7 +464,7 @@ def _(problem: Problem) -> Iterator[Change]:
 @backward("row-dot-missing", "subtract D = Σ P ∘ gP of the row: gS = P ∘ (gP − D)")
 def _(problem: Problem) -> Iterator[Change]:
     def softmax_backward(kernel: Kernel, weights: Array, grad_weights: Array, row_dot: Array, grad_lse: Array) -> Array:
-        return right.softmax_backward(kernel, weights, grad_weights, 0.0, grad_lse)
+        return right.softmax_backward(kernel, weights, grad_weights, np.zeros_like(row_dot), grad_lse)
 
     def sinks_backward(kernel: Kernel, row_dot: Array, grad_lse: Array, lse: Array) -> Array | None:
         return right.sinks_backward(kernel, np.zeros_like(row_dot), grad_lse, lse)
@@ -524,7 +506,9 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
         yield "", results.arrays[name] / scale
 
 
-@rewritten("scale-twice-in-backward", "scale the gradients of query and key once: the scaled query already holds the scale")
+@rewritten(
+    "scale-twice-in-backward", "scale the gradients of query and key once: the scaled query already holds the scale"
+)
 def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
     if name in ("grad_query", "grad_key"):
         yield "", results.arrays[name] * float(results.problem.resolved[0].scale)

@@ -74,7 +74,9 @@ def _tell_shapes(map_panel: Any, row_panel: Any, name: str, report: "KernelRepor
 
 def _decades(picture: Picture) -> int:
     """As many as the worst entry needs."""
-    worst = max((np.max(np.nan_to_num(drawn.badness, nan=np.inf), initial=0) for drawn in picture.arrays.values()), default=0)
+    worst = max(
+        (np.max(np.nan_to_num(drawn.badness, nan=np.inf), initial=0) for drawn in picture.arrays.values()), default=0
+    )
     return int(np.clip(np.ceil(np.log10(max(worst, 1))), 1, _DECADES))
 
 
@@ -109,7 +111,7 @@ def _draw_row(panel: Any, drawn: Drawn) -> None:
     """The worst entry's row, or, where a row is one number, its head: expected and given."""
     worst = np.unravel_index(int(np.argmax(drawn.badness)), drawn.badness.shape)
     along = -1 if drawn.gold.shape[-1] > 1 else -2
-    place = list(worst)
+    place: list[Any] = list(worst)
     place[along] = slice(None)
     expected, given = drawn.gold[tuple(place)], drawn.given[tuple(place)]
     marker = {"marker": ".", "markersize": 4} if len(expected) <= 64 else {}

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from numpy_sdpa._internal.options import Inputs, Options, resolve
+from numpy_sdpa._internal.door import resolve
+from numpy_sdpa._internal.options import Inputs, Options
 from numpy_sdpa.chain import tile_of_bias
 from numpy_sdpa.kernelcheck.semantics import SYSTEMS, System
 from numpy_sdpa.visibility import Tile, visible_in
@@ -22,6 +23,11 @@ INPUTS = ("query", "key", "value", "bias", "sinks", "alibi_slopes")  # those tha
 FORWARD = ("output", "lse", "weights")
 GRADIENTS = tuple(f"grad_{name}" for name in INPUTS)
 RESULTS = FORWARD + GRADIENTS
+
+# What a masked logit is filled with by a mistake: below all logits, and a float64 of its size still holds an lse's
+# digits.
+FILL = -1e9
+LARGEST_FILL = -1e3  # no kernel fills with a larger number
 
 _TILE = 2**22  # elements of the plane whose visibility is looked at together
 
@@ -60,8 +66,8 @@ class Problem:
     def resolved(self) -> tuple[Inputs, Options]:
         """The inputs and options as the reference takes them, computing in float64."""
         arguments = {**self.inputs, **self.options, "compute_dtype": np.float64}
-        positional = (arguments.pop(name) for name in ("query", "key", "value"))
-        return resolve(*positional, arguments.pop("mask", None), arguments)
+        query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
+        return resolve(query, key, value, arguments.pop("mask", None), arguments)
 
     @property
     def plane(self) -> tuple[int, ...]:
@@ -95,11 +101,16 @@ class Problem:
         return sees
 
     def lse_of_system(self, lse: Array, given: Array | None, rows: Array | slice = slice(None)) -> Array:
-        """lse of some rows, with what the kernel's system gives where nothing is visible: where that is anything, `given`."""
-        of_empty_rows: Array | float | None = self.system.lse_of_empty_rows
-        if of_empty_rows is None:
-            of_empty_rows = given if given is not None and given.shape == lse.shape else -np.inf
+        """lse of some rows, with what the kernel's system gives where nothing is visible: where that is anything,
+        `given`.
+
+        Any finite fill is as good as ours: where an lse comes from that, it becomes the given one if that comes from
+        a fill.
+        """
+        given = given if given is not None and given.shape == lse.shape else lse
+        of_empty_rows = given if self.system.lse_of_empty_rows is None else self.system.lse_of_empty_rows
         lse = np.where(lse == -np.inf, of_empty_rows, lse)
+        lse = np.where((lse < FILL / 2) & (given < LARGEST_FILL) & np.isfinite(given), given, lse)
         return lse if self.outside is None else np.where(self.outside[..., rows], -np.inf, lse)
 
     def has_gradients(self) -> bool:
@@ -132,7 +143,9 @@ class Problem:
         if name not in ("key", "value") or self.resolved[1].group == 1:
             return unsummed
         key_heads = self.key_heads if key_heads is None else key_heads
-        of_heads = [np.sum(unsummed[..., key_heads == head, :, :], axis=-3) for head in range(self.inputs[name].shape[-3])]
+        of_heads = [
+            np.sum(unsummed[..., key_heads == head, :, :], axis=-3) for head in range(self.inputs[name].shape[-3])
+        ]
         return np.stack(of_heads, axis=-3)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
@@ -148,7 +161,7 @@ class Problem:
         batch = self.lead[:-1]
         if not batch:
             return self
-        place = np.unravel_index(index, batch)
+        place = element_place(index, batch)
         inputs = {name: batch_element(name, array, place) for name, array in self.inputs.items()}
         options = {name: batch_element(name, option, place) for name, option in self.options.items()}
         upstream = {name: batch_element(name, array, place) for name, array in self.upstream.items()}
@@ -167,6 +180,11 @@ _AFTER_BATCH = {
 }
 
 
+def element_place(index: int, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """The index over the batch axes of a batch element's number."""
+    return tuple(int(i) for i in np.unravel_index(index, batch)) if batch else ()
+
+
 def batch_element(name: str, array: Any, place: tuple[int, ...]) -> Any:
     """One batch element's part of an array or option; where it is broadcast, or has no batch axes, all of it."""
     if not isinstance(array, np.ndarray):
@@ -174,7 +192,9 @@ def batch_element(name: str, array: Any, place: tuple[int, ...]) -> Any:
     batch_axes = array.ndim - _AFTER_BATCH.get(name, 3)
     if batch_axes < len(place):
         return array
-    return array[tuple(slice(None) if size == 1 else slice(i, i + 1) for i, size in zip(place, array.shape, strict=False))]
+    return array[
+        tuple(slice(None) if size == 1 else slice(i, i + 1) for i, size in zip(place, array.shape, strict=False))
+    ]
 
 
 def batch_elements(problem: Problem) -> Iterator[int]:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES
 from numpy_sdpa.kernelcheck.pictures import Picture, draw
 from numpy_sdpa.kernelcheck.problem import Array
+from numpy_sdpa.kernelcheck.registry import MISTAKES
 
-# Errors above this share of an array are what anyone would call wrong; an array whose precision cannot tell them gets a note.
-# 1e-3 for float32; a half type has an eps of its own: 16 of them.
+# Errors above this share of an array are what anyone would call wrong; an array whose precision cannot tell them gets
+# a note. 1e-3 for float32; a half type has an eps of its own: 16 of them.
 _BLIND = {"float16": 16 * 2.0**-10, "bfloat16": 16 * 2.0**-7}
 
 
@@ -126,7 +126,7 @@ class KernelReport:
     picture: Picture = field(default=Picture({}), repr=False, compare=False)  # what `plot` draws
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON knows. Numbers that are not finite are the strings "nan", "inf" and "-inf", as float() reads."""
+        """Plain values that JSON knows. What is not finite is a string that float() reads: "nan", "inf", "-inf"."""
         return {
             "passed": self.passed,
             "arrays": {name: array.to_dict() for name, array in self.arrays.items()},
@@ -144,15 +144,19 @@ class KernelReport:
         draw(self, path)
 
     def _table(self) -> list[str]:
-        lines = [f"{'':<19}{'verdict':<9}{'max error':>10}{'of allowed':>12}{'tells from':>12}   worst at: expected, got"]
+        lines = [
+            f"{'':<19}{'verdict':<9}{'max error':>10}{'of allowed':>12}{'tells from':>12}   worst at: expected, got"
+        ]
         for name, array in self.arrays.items():
             verdict = f"{name:<19}{'right' if array.passed else 'WRONG':<9}"
-            if array.has_wrong_shape:
+            if array.sensitivity is None:  # a wrong shape
                 lines.append(f"{verdict}shape {tuple(array.got)}, expected {tuple(array.expected)}")
                 continue
             tells = f"{array.sensitivity:.0e}" if math.isfinite(array.sensitivity) else "nothing"
-            where = "" if array.worst_index is None else (
-                f"   [{', '.join(map(str, array.worst_index))}]: {array.expected:.6g}, {array.got:.6g}"
+            where = (
+                ""
+                if array.worst_index is None
+                else (f"   [{', '.join(map(str, array.worst_index))}]: {array.expected:.6g}, {array.got:.6g}")
             )
             lines.append(f"{verdict}{array.max_abs_error:>10.3g}{array.worst_share:>12.2g}{tells:>12}{where}")
         return lines
@@ -163,7 +167,10 @@ class KernelReport:
             if array.non_finite:
                 notes.append(f"{name}: {array.non_finite} entries are NaN or infinite on one side only.")
             elif array.share is not None and array.share > 1 and array.worst_share <= 1:
-                notes.append(f"{name}: every entry is inside its bound, all together are {array.share:.1f} times what they may be.")
+                notes.append(
+                    f"{name}: every entry is inside its bound, "
+                    f"all together are {array.share:.1f} times what they may be."
+                )
         blind = [
             name
             for name, array in self.arrays.items()
@@ -171,8 +178,8 @@ class KernelReport:
         ]
         if blind:
             notes.append(
-                f"In {self.dtype} these inputs cannot tell a small error in {', '.join(blind)}: only one above the share of "
-                "the array under “tells from”."
+                f"In {self.dtype} these inputs cannot tell a small error in {', '.join(blind)}: "
+                "only one above the share of the array under “tells from”."
             )
         if self.arrays and all(array.max_abs_error == 0 for array in self.arrays.values()):
             notes.append("Every entry is the golden result itself: were the kernel's results put in its place?")
@@ -214,9 +221,7 @@ class Judged(NamedTuple):
     badness: Array | None  # |error| / tolerance, elementwise; None for a wrong shape
 
 
-def judge(
-    given: Array, gold: Array, bound: Array | float, frobenius_bound: float | None, sensitivity: float
-) -> Judged:
+def judge(given: Array, gold: Array, bound: Array | float, frobenius_bound: float | None, sensitivity: float) -> Judged:
     """One array of the right shape; its index is in gold's layout still."""
     with np.errstate(all="ignore"):
         same = (given == gold) | (np.isnan(given) & np.isnan(gold))
@@ -225,7 +230,9 @@ def judge(
         badness = np.where(error == 0, 0.0, error / bound)  # a bound of 0 allows no error at all
         relative = np.where(error == 0, 0.0, error / np.abs(gold))
     non_finite = int(np.sum(~same & ~both_finite))
-    share = None if frobenius_bound is None else float(np.linalg.norm(error)) / max(frobenius_bound, np.finfo(float).tiny)
+    share = (
+        None if frobenius_bound is None else float(np.linalg.norm(error)) / max(frobenius_bound, np.finfo(float).tiny)
+    )
     worst = np.unravel_index(int(np.argmax(badness)), badness.shape) if badness.size else None
     report = ArrayReport(
         passed=bool(np.all(badness <= 1)) and (share is None or share <= 1),

@@ -135,7 +135,9 @@ class Forward(NamedTuple):
     exponential: Array  # relative variance of each exponential
     like_keys: Array  # how many keys have the same scores, and so the same errors, as this one, (…, 1, S)
     like_rows: Array  # how many queries have
-    together: Array  # relative variance of a row's sums from what its terms share
+    stored: float  # relative variance of `dropped` from rounding to the half type
+    alike: Array  # the part of it that a row's weights share
+    together: Array  # relative variance of a row's sums from all that its terms share
     lse: Array  # variance
     sink: Sink
     cap_slope: Array | None
@@ -161,6 +163,8 @@ def forward(problem: Problem, rows: slice, precision: Precision) -> Forward:
     count = np.sum(visible, axis=-1, keepdims=True) + 1.0  # the sink, or the last block
     sink = _sink(problem, lse)
     row_sum, together = row_variances(weights, log_weights, z.shared, sink, like_keys, count, precision)
+    roundings = 1 if view.kept is None else 2  # of the stored weights, before and after dropout
+    alike = roundings * stored_alike(weights, log_weights, -1, precision)
     # the errors of a row's logits may all be the same, as where its keys are
     lse_variance = np.sum(weights * exponential, axis=-1, keepdims=True) + sink.weight * sink.exponential
     dropped = steps.dropout(np, weights, view.kept, view.dropout_p)
@@ -177,7 +181,9 @@ def forward(problem: Problem, rows: slice, precision: Precision) -> Forward:
         exponential=exponential,
         like_keys=like_keys,
         like_rows=like_rows,
-        together=row_sum + together,
+        stored=roundings * precision.half,
+        alike=alike,
+        together=row_sum + together + alike,
         lse=lse_variance + row_sum + 4 * lse**2 + 1,  # log, row shift, their sum, and the change to base 2 and back
         sink=sink,
         cap_slope=z.cap_slope,
@@ -205,7 +211,7 @@ def row_variances(
     spread = log_spread(weights, log_weights, -1)
     # an error that all keys share changes their weight against the sink's
     against_sink = sink.weight**2 * np.sum(weights * shared, axis=-1, keepdims=True) / seen
-    return row_sum, stored_alike(spread, precision) + drift(spread, like_terms, precision) + against_sink
+    return row_sum, drift(spread, like_terms, precision) + against_sink
 
 
 def weights_variance(tile: Forward) -> Array:
@@ -217,7 +223,7 @@ def output_variance(tile: Forward, value: Array, output: Array, precision: Preci
     """O = Σ W V. An error of one exponential also changes the row's sum: Σ r (W V − P O)², and the roundings."""
     group, weights, dropped = tile.view.group, tile.weights, tile.dropped
     exponential = tile.exponential * tile.like_keys
-    own = exponential + (precision.half + 2) * tile.like_keys + tile.count / 6
+    own = exponential + (tile.stored + 2) * tile.like_keys + tile.count / 6
     own = own * dropped**2 + near_zero(dropped, precision)
     mixed = steps.sum_over_keys(np, exponential * weights * dropped, value, None, group)
     whole = np.sum(exponential * weights**2, axis=-1, keepdims=True) + tile.sink.exponential * tile.sink.weight**2
@@ -250,7 +256,7 @@ class Entries(NamedTuple):
     values: Array
     weights: Array  # P, or P · d: what an error of D is multiplied by
     own: Array  # variance from errors of each entry's own
-    of_products: Array  # the part of `own` that comes from gO Vᵀ
+    of_products: Array  # the part of `own` that entries share where those of gO Vᵀ are alike
     like_products: tuple[Array, Array]  # how many rows and columns of gO Vᵀ are alike, (…, rows, 1) and (…, 1, S)
     lse: Array  # variance of lse and of D, whose errors reach the whole row, (…, rows, 1)
     row_dot: Array
@@ -300,6 +306,7 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     # stored weights, and their gradient as it goes into the products
     own = own + 2 * precision.half * grad_logits**2 + near_zero(grad_logits, precision)
     own = own + near_zero(weights, precision) * (inside + grad_lse) ** 2
+    of_products = of_products + 2 * tile.alike * grad_logits**2
     along = (like_products, tile.lse, row_dot_variance, tile.like_rows, tile.like_keys)
     of_logits = of_scores = Entries(grad_logits, weights, own, of_products, *along)
     if tile.cap_slope is not None:
@@ -340,6 +347,6 @@ def _output_dot_variance(
     variance = sum_variance(output_dot, terms_squared, terms.shape[-1], precision)
     entries = precision.half * output**2 + near_zero(output, precision) + tile.count * tile.partial_output
     variance = variance + np.sum(grad_output**2 * entries, axis=-1, keepdims=True)
-    inside = (tile.count / 6 + 2) * squares + precision.half * tile.like_keys * products**2
+    inside = (tile.count / 6 + 2) * squares + tile.stored * tile.like_keys * products**2
     variance = variance + np.sum(tile.dropped**2 * inside, axis=-1, keepdims=True)
     return variance + np.sum(tile.tail * products, axis=-1, keepdims=True) ** 2

@@ -1,7 +1,8 @@
 """Where a kernel's results are held against a mistake's: everywhere, or, on a large plane, on strips of it.
 
-Forward results and the gradient of query need some rows with all their keys. The gradients of key and value need some columns
-with all their rows: these take every row's lse and D = Σ gO ∘ O from a forward pass over the heads that they belong to.
+Forward results and the gradient of query need some rows with all their keys. The gradients of key and value need some
+columns with all their rows: these take every row's lse and D = Σ gO ∘ O from a forward pass over the heads that they
+belong to.
 """
 
 import functools
@@ -13,8 +14,9 @@ import numpy as np
 
 from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.kernelcheck.kernel import Change, Forward, Kernel, Part, Statistics
-from numpy_sdpa.kernelcheck.mistakes import MISTAKES, Results, right_change
-from numpy_sdpa.kernelcheck.problem import FORWARD, Array, Problem, batch_element
+from numpy_sdpa.kernelcheck.mistakes import right_change
+from numpy_sdpa.kernelcheck.problem import FORWARD, Array, Problem, batch_element, element_place
+from numpy_sdpa.kernelcheck.registry import MISTAKES, Results
 
 ROWS = 64  # query rows (and key columns) of a sample of a long problem
 _HEADS = 4  # query heads of its rows
@@ -37,16 +39,17 @@ class Sample:
     def change(self, keys: tuple[Key, ...]) -> Change | None:
         """The named mistakes together, always the same object; None where one does not apply here."""
         if keys not in self._changes:
-            changes = [self._change(key) for key in keys]
-            if any(change is None for change in changes):
+            changes = [change for key in keys if (change := self._change(key)) is not None]
+            if len(changes) < len(keys):
                 return None
             self._changes[keys] = functools.reduce(Change.with_, changes, self.right)
         return self._changes[keys]
 
     def _change(self, key: Key) -> Change | None:
         mistake, variant = key
-        return next((change for change in MISTAKES[mistake].changes(self.problem) if change.variant == variant), None)
-
+        return next(
+            (change for change in MISTAKES[mistake].all_changes(self.problem) if change.variant == variant), None
+        )
 
     def can_try(self, change: Change) -> bool:
         raise NotImplementedError
@@ -145,7 +148,11 @@ class Whole(Sample):
         if kernel.change.results is not None:
             output = kernel.change.results(output)
             lse = kernel.change.results(forward.lse)[..., 0]
-        return {"output": output, "lse": self.problem.lse_of_system(lse, self.given.get("lse")), "weights": forward.weights}
+        return {
+            "output": output,
+            "lse": self.problem.lse_of_system(lse, self.given.get("lse")),
+            "weights": forward.weights,
+        }
 
     def _gradient_results(self, kernel: Kernel, unsummed: Arrays) -> Arrays:
         results = {}
@@ -165,7 +172,8 @@ class Whole(Sample):
 class Strips(Sample):
     """Some rows and some columns of one batch element: around the worst ones, and spread over the rest.
 
-    `badness` has for each result |error| / tolerance, in the result's shape; `skip` rows and columns of an earlier sample.
+    `badness` has for each result |error| / tolerance, in the result's shape; `skip` rows and columns of an earlier
+    sample.
     """
 
     def __init__(self, whole: Results, badness: Mapping[str, Array], earlier: "Strips | None" = None) -> None:
@@ -174,29 +182,30 @@ class Strips(Sample):
         keys = (*problem.lead[:-1], problem.inputs["key"].shape[-3], problem.plane[-1])
         columns = _badness(badness, [name for name in COLUMN_RESULTS if _is_usable(problem, name)], keys)
         element = int(np.argmax(_by_element(rows, problem) + _by_element(columns, problem)))
-        place = np.unravel_index(element, problem.lead[:-1]) if problem.lead[:-1] else ()
+        place = element_place(element, problem.lead[:-1])
         self.whole = whole
         self.problem = problem.element(element)
         self._statistics_of: dict[Change, Statistics] = {}
         self.right_results = {name: batch_element(name, array, place) for name, array in whole.arrays.items()}
-        self.rows = self._row_part(rows[place], None if earlier is None else earlier.rows)
-        self.key_head, self.columns = self._columns(columns[place], None if earlier is None else earlier.columns)
+        self.rows: Part = self._row_part(rows[place], () if earlier is None else earlier.rows.rows)
+        self.columns: tuple[slice, ...]
+        self.key_head, self.columns = self._columns(columns[place], () if earlier is None else earlier.columns)
         super().__init__(self.problem, self._cut(self.problem.given), self._cut(self.right_results))
 
-    def _row_part(self, badness: Array, earlier: Part | None) -> Part:
+    def _row_part(self, badness: Array, earlier: tuple[slice, ...]) -> Part:
         *_, query_heads, _, key_length = self.problem.plane
         worst = int(np.argmax(np.max(badness, axis=-1)))
         spread = np.linspace(worst, worst + query_heads, min(_HEADS, query_heads), endpoint=False).astype(int)
         heads = np.unique(spread % query_heads)
         count = min(max(_PLANE // (len(heads) * key_length), 8), ROWS)
-        rows = strips_of(badness[worst], count, () if earlier is None else earlier.rows)
+        rows = strips_of(badness[worst], count, earlier)
         return Part(heads, rows, (slice(0, key_length),))
 
-    def _columns(self, badness: Array, earlier: tuple[slice, ...] | None) -> tuple[int, tuple[slice, ...]]:
+    def _columns(self, badness: Array, earlier: tuple[slice, ...]) -> tuple[int, tuple[slice, ...]]:
         *_, query_length, _ = self.problem.plane
         worst = int(np.argmax(np.max(badness, axis=-1)))
         count = min(max(_PLANE // (self.problem.resolved[1].group * query_length), 8), ROWS)
-        return worst, strips_of(badness[worst], count, earlier or ())
+        return worst, strips_of(badness[worst], count, earlier)
 
     def _column_part(self, change: Change) -> Part:
         key_heads = self.problem.key_heads if change.key_heads is None else change.key_heads
@@ -205,7 +214,7 @@ class Strips(Sample):
         return Part(np.flatnonzero(key_heads == self.key_head), (slice(0, self.problem.plane[-2]),), self.columns)
 
     def _cut(self, arrays: Mapping[str, Array]) -> Arrays:
-        """The sample of whole results, where they are there in the right shape and not summed over more than the sample."""
+        """The sample of whole results: of those in the right shape that are no sum over more than the sample."""
         cut = {}
         rows, columns = self.rows.row_indices(), _indices(self.columns)
         for name in (*ROW_RESULTS, *COLUMN_RESULTS):
@@ -277,7 +286,6 @@ class Strips(Sample):
             arrays |= self.gradients(change, change, own_row_dot=False)
         return Compared(Results(self.problem, arrays, None), self.given, self.gold)
 
-
     def right_parts(self) -> Iterator[tuple[Kernel, Statistics | None]]:
         yield Kernel(self.problem, self.right, self.rows), None
         if self.problem.has_gradients():
@@ -317,7 +325,7 @@ def _by_element(badness: Array, problem: Problem) -> Array:
 
 
 def strips_of(badness: Array, count: int, taken: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Up to four strips with `count` positions together: one around the worst position, the others spread over the rest."""
+    """Up to four strips with `count` positions together: around the worst one, and spread over the rest."""
     length = len(badness)
     if length <= count:
         return (slice(0, length),)

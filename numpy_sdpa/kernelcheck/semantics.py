@@ -94,7 +94,7 @@ SYSTEMS = {
             grouped_heads="h reads h // group",
             alibi="−slope · abs(i + S − L − j)",
             checked="read: needs a CUDA GPU",
-            source="https://github.com/Dao-AILab/flash-attention (flash_attn_interface.py; normalize_softmax_lse in softmax.h)",
+            source="https://github.com/Dao-AILab/flash-attention: flash_attn_interface.py, softmax.h",
         ),
         System(
             name="jax",
@@ -148,10 +148,13 @@ def system(name: str | None) -> System:
 _HEAD = """# What systems mean where they disagree
 
 Printed by `python scripts/print_semantics.py` from the data in `numpy_sdpa/kernelcheck/semantics.py`: change it there.
-`compare(…, semantics="jax")` and `check_kernel(…, semantics="jax")` take a system's meaning for right: its layout, where its
-diagonal lies, what it gives to a query that sees no key. lse is a natural logarithm everywhere. “run”:
+`compare(…, semantics="jax")` and `check_kernel(…, semantics="jax")` take a system's meaning for right: its layout,
+where its diagonal lies, what it gives to a query that sees no key. lse is a natural logarithm everywhere. “run”:
 `scripts/check_semantics.py` confirmed the row on the system itself.
 """
+_DIAGONALS = {"upper_left": "upper left: j ≤ i", "lower_right": "lower right: j ≤ i + S − L"}
+_EMPTY = {"zero": "0", "mean": "the mean of all values (its fill is finite)"}
+_LSE = {-math.inf: "−∞", math.inf: "+∞", None: "finite or not given"}
 _COLUMNS: dict[str, Callable[[System], str]] = {
     "system": lambda s: f"**{s.name}**: `{s.function}`, {s.version}",
     "layout": lambda s: f"`{s.layout}`, lse `{s.lse_layout}`",
@@ -164,9 +167,6 @@ _COLUMNS: dict[str, Callable[[System], str]] = {
     "ALiBi": lambda s: s.alibi,
     "checked": lambda s: s.checked,
 }
-_DIAGONALS = {"upper_left": "upper left: j ≤ i", "lower_right": "lower right: j ≤ i + S − L"}
-_EMPTY = {"zero": "0", "mean": "the mean of all values (its fill is finite)"}
-_LSE = {-math.inf: "−∞", math.inf: "+∞", None: "finite or not given"}
 
 
 def _alignment(s: System) -> str:

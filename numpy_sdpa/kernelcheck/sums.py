@@ -32,9 +32,22 @@ def drift(spread: Array, count: Array | float, precision: Precision) -> Array:
     return count**2 / 9 * _share(spread, count * precision.vanishing)
 
 
-def stored_alike(spread: Array, precision: Precision) -> Array:
-    """Relative variance of a sum over weights that round to the half type alike: that differ by less than its eps."""
-    return precision.half * _share(spread, precision.half_eps) if precision.half else np.zeros_like(spread)
+def stored_alike(weights: Array, log_weights: Array, axis: int, precision: Precision) -> Array:
+    """Relative variance of a sum over weights along an axis, from roundings to the half type that are equal.
+
+    Weights that differ by less than the type's eps round alike. The largest ones and the smallest ones are looked at:
+    all weights of an even row; the one for the first key and those for all others; the two sides of a saturated
+    softcap.
+    """
+    if not precision.half or weights.size == 0:
+        return np.zeros_like(np.sum(weights, axis=axis, keepdims=True))
+    total = np.maximum(np.sum(weights, axis=axis, keepdims=True), _TINY)
+    share = np.zeros_like(total)
+    for least, of in ((-np.inf, np.max), (np.inf, np.min)):
+        distance = log_weights - of(np.where(weights > 0, log_weights, least), axis=axis, keepdims=True)
+        alike = np.where(weights > 0, weights * _share(distance**2, precision.half_eps), 0.0)
+        share = share + (np.sum(alike, axis=axis, keepdims=True) / total) ** 2
+    return precision.half * np.minimum(share, 1)
 
 
 def _share(spread: Array, scale: Array | float) -> Array:
@@ -96,8 +109,8 @@ def like_counts(product: Array, query_length: int) -> tuple[Array, Array]:
     """How many rows are like each row of a product (…, rows, 1), and columns like each column (…, 1, columns).
 
     Equal numbers are rounded equally: their errors add up where those of different ones average out. Equal queries,
-    repeated tokens and padding make them. Two rows are called equal if a random projection of them is, to float32's eps;
-    if a tile's rows are, those of the other tiles are taken to be.
+    repeated tokens and padding make them. Two rows are called equal if a random projection of them is, to float32's
+    eps; if a tile's rows are, those of the other tiles are taken to be.
     """
     rows, columns = product.shape[-2:]
     draw = np.random.default_rng(0).standard_normal

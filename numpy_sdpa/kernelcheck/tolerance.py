@@ -18,6 +18,9 @@ from numpy_sdpa.residuals import SDPAResiduals, Upstream
 # Elements of the plane in one tile: its dozens of arrays of float64 take 4 MiB each.
 _TILE = 2**19
 
+# Variances are float64: those of float64 results below this are lost, as their squares are below 2⁻¹⁰²².
+_VARIANCE_UNDERFLOW = 2.0**-500
+
 
 def rounding_sigma(
     residuals: SDPAResiduals, upstream: Upstream | None, gold: Mapping[str, Array], dtype: str
@@ -145,7 +148,9 @@ def sensitivity(sigma: Array, dtype: str, array_dtype: str, gold: Array) -> floa
 
 
 def _flush(dtype: str, array_dtype: str) -> float:
-    arithmetic = FORMATS["float64" if dtype == "float64" else "float32"]
+    """Numbers below this may be 0."""
+    if dtype == "float64":
+        return _VARIANCE_UNDERFLOW
     # float16 keeps its subnormal numbers everywhere: they are what it has below 6e-5
     stored = 0.0 if array_dtype == "float16" else FORMATS[array_dtype].smallest_normal
-    return max(arithmetic.smallest_normal, stored)
+    return max(FORMATS["float32"].smallest_normal, stored)

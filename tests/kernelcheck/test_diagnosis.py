@@ -1,4 +1,4 @@
-"""Each known mistake is planted by a kernel written here from scratch, and named first among those its inputs can separate."""
+"""Each mistake is planted by a kernel written from scratch, and named first among those its inputs can separate."""
 
 import numpy as np
 import pytest
@@ -206,7 +206,8 @@ RIGHT = {
     "bare": {}, "mask": MASKED, "empty rows": EMPTY, "causal": CAUSAL, "grouped": GROUPED, "bias": BIAS, "alibi": ALIBI,
     "sinks": SINKS, "dropout": DROPOUT, "window": {"window": (3, 2)}, "softcap": {"softcap": 1.5},
     "lower right": CAUSAL | {"alignment": "lower_right", "key_lengths": lengths(7, 11)},
-    "lse gradient": {"grad_lse": normal(2, 4, 9)}, "broadcast bias": {"bias": normal(1, 1, 9, 12)}, "one key head": {"heads": (4, 1)},
+    "lse gradient": {"grad_lse": normal(2, 4, 9)}, "broadcast bias": {"bias": normal(1, 1, 9, 12)}, "one key head":
+    {"heads": (4, 1)},
 }  # fmt: skip
 
 
@@ -271,7 +272,9 @@ def half_sum_kernel(arrays, dtype, block):
     }
 
 
-@pytest.mark.parametrize(("stored", "summed"), [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "float16")])
+@pytest.mark.parametrize(
+    ("stored", "summed"), [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "float16")]
+)
 @pytest.mark.parametrize("block", [1, 16])
 def test_sums_in_half_precision_are_told_by_the_size_of_the_error(stored, summed, block):
     arrays, _ = problem(L=48, S=200, E=32, Ev=32, dtype=stored)

@@ -252,7 +252,8 @@ def test_objects_are_never_unpickled(tmp_path):
 # -- the command line ------------------------------------------------------------------------------
 
 ARRAY_KEYS = {
-    "passed", "max_abs_error", "max_rel_error", "worst_index", "expected", "got", "tolerance", "sensitivity", "non_finite",
+    "passed", "max_abs_error", "max_rel_error", "worst_index", "expected", "got", "tolerance", "sensitivity",
+    "non_finite",
 }  # fmt: skip
 
 

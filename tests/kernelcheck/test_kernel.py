@@ -23,7 +23,6 @@ def problem_of(case):
     return Problem(arrays, options, upstream, {}, "float64")
 
 
-
 @pytest.fixture(autouse=True)
 def _no_warnings():
     """Infinities and NaN are results here: `diagnose` computes so as well."""

@@ -1,10 +1,10 @@
 """Kernels as people write them, right and wrong, in plain NumPy: they share no code with the package.
 
-`run` is one textbook kernel in float32 (float16 and bfloat16 inputs are widened, weights and their gradient rounded before the
-products, results rounded at the end, as half-precision kernels do). `wrong` is a set of mistakes by id, some with a form
-after a colon; each is an `if` beside the right line. Mistakes of the forward pass go into the backward pass as well, which
-follows the forward's own weights, unless "forward-only" is in the set: then the backward is the right one, rebuilt from the
-forward's lse and output as flash kernels do.
+`run` is one textbook kernel in float32 (float16 and bfloat16 inputs are widened, weights and their gradient rounded
+before the products, results rounded at the end, as half-precision kernels do). `wrong` is a set of mistakes by id,
+some with a form after a colon; each is an `if` beside the right line. Mistakes of the forward pass go into the
+backward pass as well, which follows the forward's own weights, unless "forward-only" is in the set: then the backward
+is the right one, rebuilt from the forward's lse and output as flash kernels do.
 """
 
 import math
@@ -259,7 +259,10 @@ class Kernel:
 
     def gradients(self, scores, logits, weights, lse, output, seen):
         cap = self.options.get("softcap")
-        k, v = self.spread(np.where(np.isfinite(self.k), self.k, 0)), self.spread(np.where(np.isfinite(self.v), self.v, 0))
+        k, v = (
+            self.spread(np.where(np.isfinite(self.k), self.k, 0)),
+            self.spread(np.where(np.isfinite(self.v), self.v, 0)),
+        )
         q = np.where(np.isfinite(self.q), self.q, 0)
         grad_output = self.arrays["grad_output"].astype(self.compute)
         empty = ~self.visible().any(axis=-1, keepdims=True)
@@ -286,7 +289,9 @@ class Kernel:
         if cap is not None and self.has("softcap-ignored") is None:
             if self.has("softcap-after-mask") is not None or self.has("bias-before-softcap") is not None:
                 inside = np.where(seen, scores + self.added(), -np.inf)
-                grad_scores = grad_bias = grad_inside = np.where(seen, grad_logits * (1 - np.tanh(inside / cap) ** 2), 0)
+                grad_scores = grad_bias = grad_inside = np.where(
+                    seen, grad_logits * (1 - np.tanh(inside / cap) ** 2), 0
+                )
             elif self.has("softcap-derivative-missing") is None:
                 grad_scores = grad_logits * (1 - np.tanh(scores / cap) ** 2)
             if self.has("grad-bias-scaled") == "softcap":
@@ -336,9 +341,17 @@ class Kernel:
         if self.has("grad-query-key-swapped") is not None:
             return gradient
         shape = self.arrays[name].shape
-        if gradient.ndim == len(shape) and self.has("group-sum-missing") == "unreduced" and gradient.shape[1] != shape[1]:
+        if (
+            gradient.ndim == len(shape)
+            and self.has("group-sum-missing") == "unreduced"
+            and gradient.shape[1] != shape[1]
+        ):
             return gradient  # not summed over the group
-        axes = [a for a in range(gradient.ndim) if ((1,) * (gradient.ndim - len(shape)) + shape)[a] == 1 != gradient.shape[a]]
+        axes = [
+            a
+            for a in range(gradient.ndim)
+            if ((1,) * (gradient.ndim - len(shape)) + shape)[a] == 1 != gradient.shape[a]
+        ]
         form = self.has("broadcast-sum-missing")
         if form is not None and axes:
             kind, _, which = form.partition(",")
