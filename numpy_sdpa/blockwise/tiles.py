@@ -15,6 +15,8 @@ from numpy_sdpa.visibility import Tile, band_edges, hides_nothing, visible_in, v
 # Along a band (causal, window) shorter tiles waste less. Measured fastest, forward and backward, among 64 … 1024 rows
 # and 128 … 512 columns (docs/performance.md).
 _ROWS, _COLUMNS, _BAND_COLUMNS = 512, 512, 256
+# In a triangle of more keys than this the tiles on its edge are so few that the waste in them costs less than the calls.
+_SHORT_TRIANGLE = 4096
 # Few rows (decoding): as many scores in longer tiles, so that a tile's calls cost little beside reading its keys; but
 # 8192 keys and values (4 MiB at head size 64) stay in the last cache between their two products.
 _FEW_ROWS, _FEW_SCORES, _MOST_COLUMNS = 64, 2**17, 8192
@@ -41,8 +43,14 @@ def _default_size(options: Options) -> tuple[int, int]:
     if has_few_rows(options):
         count = max(1, math.prod(options.plane[:-1]))
         return _FEW_ROWS, min(_FEW_SCORES // count, _MOST_COLUMNS)
-    columns = _COLUMNS if band_edges(options) == (None, None) else _BAND_COLUMNS
-    return max(1, _ROWS // options.plane[-3]), columns
+    return max(1, _ROWS // options.plane[-3]), _default_columns(options)
+
+
+def _default_columns(options: Options) -> int:
+    left, right = band_edges(options)
+    if left is None and (right is None or options.key_length > _SHORT_TRIANGLE):
+        return _COLUMNS
+    return _BAND_COLUMNS
 
 
 def has_few_rows(options: Options) -> bool:
