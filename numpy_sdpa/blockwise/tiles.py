@@ -15,7 +15,7 @@ from numpy_sdpa.visibility import Tile, band_edges, hides_nothing, visible_in, v
 # Along a band (causal, window) shorter tiles waste less. Measured fastest, forward and backward, among 64 … 1024 rows
 # and 128 … 512 columns (docs/performance.md).
 _ROWS, _COLUMNS, _BAND_COLUMNS = 512, 512, 256
-# In a triangle of more keys than this the tiles on its edge are so few that the waste in them costs less than the calls.
+# In a triangle of more keys than this the tiles on its edge are so few that their waste costs less than more calls.
 _SHORT_TRIANGLE = 4096
 # Few rows (decoding): as many scores in longer tiles, so that a tile's calls cost little beside reading its keys; but
 # 8192 keys and values (4 MiB at head size 64) stay in the last cache between their two products.
