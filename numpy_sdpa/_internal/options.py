@@ -414,7 +414,7 @@ class _Door:
     # integers
 
     def integers(
-        self, name: str, shape: tuple[int, ...], low: int | None = None, high: int | None = None, bound: str = ""
+        self, name: str, shape: tuple[int, ...], low: int = 0, high: int | None = None, bound: str = ""
     ) -> Array | None:
         """Integers of exactly this shape, on the device; they may come from the host whatever the module."""
         value = self.given.get(name)
@@ -635,7 +635,7 @@ def _farthest(xp: Namespace) -> int:
     return int(np.iinfo(dtype_name(default_integer(xp))).max) // 4
 
 
-def _out_of_range(name: str, low: int | None, high: int | None, bound: str, least: Any, most: Any) -> str:
+def _out_of_range(name: str, low: int, high: int | None, bound: str, least: Any, most: Any) -> str:
     came = str(int(least)) if least == most else f"{int(least)} … {int(most)}"
     return f"{name} must lie in {low} … {high}{bound}, got {came}"
 
