@@ -493,7 +493,7 @@ class _Door:
         form = "window must be (left, right), each an int ≥ 0 or None for unbounded"
         if not isinstance(window, tuple | list) or len(window) != 2:
             hint = ""
-            if is_int(window) and window >= 0:
+            if isinstance(window, int | np.integer) and not isinstance(window, bool) and window >= 0:
                 hint = f": window=({window}, {window}), or ({window}, 0) under is_causal"
             raise ValueError(f"{form}{hint}; got {window!r}")
         for side in window:
