@@ -314,7 +314,7 @@ class _Door:
     # integers
 
     def integers(
-        self, name: str, shape: tuple[int, ...], low: int | None = None, high: int | None = None, bound: str = ""
+        self, name: str, shape: tuple[int, ...], low: int = 0, high: int | None = None, bound: str = ""
     ) -> Array | None:
         """Integers of exactly this shape, on the device; they may come from the host whatever the module."""
         value = self.given.get(name)
@@ -387,13 +387,13 @@ class _Door:
         return self.to_batch(self.integers("query_offset", self.batch, -farthest, farthest))
 
     def window(self) -> tuple[int | None, int | None]:
-        window: Any = self.given.get("window")
+        window = self.given.get("window")
         if window is None:
             return None, None
         form = "window must be (left, right), each an int ≥ 0 or None for unbounded"
         if not isinstance(window, tuple | list) or len(window) != 2:
             hint = ""
-            if isinstance(window, int | np.integer) and window >= 0:
+            if isinstance(window, int | np.integer) and not isinstance(window, bool) and window >= 0:
                 hint = f": window=({window}, {window}), or ({window}, 0) under is_causal"
             raise ValueError(f"{form}{hint}; got {window!r}")
         for side in window:
@@ -542,7 +542,7 @@ def _farthest(xp: Namespace) -> int:
     return int(np.iinfo(dtype_name(default_integer(xp))).max) // 4
 
 
-def _out_of_range(name: str, low: int | None, high: int | None, bound: str, least: Any, most: Any) -> str:
+def _out_of_range(name: str, low: int, high: int | None, bound: str, least: Any, most: Any) -> str:
     came = str(int(least)) if least == most else f"{int(least)} … {int(most)}"
     return f"{name} must lie in {low} … {high}{bound}, got {came}"
 

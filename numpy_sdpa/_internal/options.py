@@ -9,7 +9,7 @@ from numpy_sdpa._internal.namespace import Array, DType, Namespace
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword options that every way to call attention takes; `scaled_dot_product_attention` tells what each means."""
+    """The keyword options that every way to call attention takes: see `scaled_dot_product_attention`."""
 
     bias: Array | None
     is_causal: bool
