@@ -1,4 +1,4 @@
-"""What was asked, validated once at the door: one frozen record, and every error text about arguments.
+"""What was asked, validated once, on entry: one frozen record, and every error text about arguments.
 
 `resolve` turns a call's arguments into `Inputs` (the arrays as the caller gave them) and `Options` (everything else,
 checked, in the form that the mathematics uses). Nothing behind it validates again.
@@ -34,7 +34,7 @@ from numpy_sdpa._internal.namespace import (
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword options that every way to call attention takes; `docs/options.md` tells what each means."""
+    """The keyword options that every way to call attention takes: see `scaled_dot_product_attention`."""
 
     bias: Array | None
     is_causal: bool
@@ -170,7 +170,7 @@ def resolve(
     with computing(xp, arrays.get("query")):
         for name, number in numbers.items():  # a Python number takes the dtype of the arrays
             arrays[name] = asarray(xp, number, getattr(arrays.get("query"), "dtype", None), arrays.get("query"))
-        return _Door(xp, dict.fromkeys(_OPTIONAL_ARRAYS) | arrays, given).resolve()
+        return _Arguments(xp, dict.fromkeys(_OPTIONAL_ARRAYS) | arrays, given).resolve()
 
 
 _OPTIONAL_ARRAYS = ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")
@@ -199,7 +199,7 @@ def described(**arrays: Array) -> str:
     return ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
 
 
-class _Door:
+class _Arguments:
     """One call's arguments on their way in. Each method checks one argument and returns it in its resolved form."""
 
     def __init__(self, xp: Namespace, arrays: dict[str, Any], given: dict[str, Any]) -> None:
