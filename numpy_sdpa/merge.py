@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from numpy_sdpa._internal.door import described
 from numpy_sdpa._internal.namespace import (
     Array,
     DType,
@@ -18,6 +17,7 @@ from numpy_sdpa._internal.namespace import (
     required,
     result_type,
 )
+from numpy_sdpa._internal.validation import described
 
 
 def merge_attention(output_a: Array, lse_a: Array, output_b: Array, lse_b: Array) -> tuple[Array, Array]:

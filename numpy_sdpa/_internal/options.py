@@ -1,4 +1,4 @@
-"""What was asked: the records that a call's arguments become at the door (`_internal.door`)."""
+"""What was asked: the records that a call's arguments become, once `_internal.validation` has checked them."""
 
 import importlib
 from collections.abc import Mapping

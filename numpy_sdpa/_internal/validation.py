@@ -1,4 +1,4 @@
-"""The door: a call's arguments validated once, with every error text about them.
+"""A call's arguments, validated once, on entry, with every error text about them.
 
 `resolve` turns them into `Inputs` (the arrays as the caller gave them) and `Options` (everything else, checked, in the
 form that the mathematics uses). Nothing behind it validates again.
@@ -73,7 +73,7 @@ def resolve(
     with computing(xp, arrays.get("query")):
         for name, number in numbers.items():  # a Python number takes the dtype of the arrays
             arrays[name] = asarray(xp, number, getattr(arrays.get("query"), "dtype", None), arrays.get("query"))
-        return _Door(xp, dict.fromkeys(_OPTIONAL_ARRAYS) | arrays, given).resolve()
+        return _Arguments(xp, dict.fromkeys(_OPTIONAL_ARRAYS) | arrays, given).resolve()
 
 
 _OPTIONAL_ARRAYS = ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")
@@ -102,7 +102,7 @@ def described(**arrays: Array) -> str:
     return ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
 
 
-class _Door:
+class _Arguments:
     """One call's arguments on their way in. Each method checks one argument and returns it in its resolved form."""
 
     def __init__(self, xp: Namespace, arrays: dict[str, Any], given: dict[str, Any]) -> None:
