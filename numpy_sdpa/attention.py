@@ -5,6 +5,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from numpy_sdpa import blockwise, dense
+from numpy_sdpa._internal.door import resolve
 from numpy_sdpa._internal.namespace import (
     Array,
     array_namespace,
@@ -17,7 +18,7 @@ from numpy_sdpa._internal.namespace import (
     operand,
     owned,
 )
-from numpy_sdpa._internal.options import AttentionOptions, Options, resolve
+from numpy_sdpa._internal.options import AttentionOptions, Options
 from numpy_sdpa.chain import Differentiable, like_inputs
 from numpy_sdpa.residuals import (
     SDPADoubleGradients,

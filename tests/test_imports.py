@@ -17,6 +17,7 @@ FLOORS = [
     ["_version", "plain", "data", "gradcheck"],
     ["_internal.namespace"],
     ["_internal.shapes", "_internal.options"],
+    ["_internal.door"],
     ["visibility"],
     ["dropout", "residuals"],
     ["steps"],

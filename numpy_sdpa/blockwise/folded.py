@@ -145,7 +145,8 @@ def _exponentials(
     if visible is not None:
         by_row = visible.swapaxes(0, 1) if visible.ndim == 3 else visible[:, None, :]
         words = exponentials.view(f"i{exponentials.itemsize}").reshape(len(query) // heads, heads, len(key))
-        every_bit = np.negative(by_row.view(np.int8), dtype=words.dtype)  # −1 is all ones
+        every_bit = buffers.take("bits", by_row.shape, words.dtype)
+        np.negative(by_row.view(np.int8), out=every_bit, casting="same_kind")  # −1 is all ones
         np.bitwise_and(words, every_bit, out=words)
     return exponentials
 

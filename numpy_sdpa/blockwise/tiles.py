@@ -9,14 +9,15 @@ import numpy as np
 from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa.chain import tile_of_bias
-from numpy_sdpa.visibility import Tile, hides_nothing, visible_in, visible_part
+from numpy_sdpa.visibility import Tile, band_edges, hides_nothing, visible_in, visible_part
 
-# 512 × 256 float32 scores fill half a MiB, the second-level cache of a core: measured fastest forward and backward
-# among 64 … 1024 rows and 128 … 512 columns (docs/performance.md).
-_ROWS, _COLUMNS = 512, 256
+# A tile of 512 × 512 float32 scores is 1 MiB: more would leave the caches, less would cost more calls for each score.
+# Along a band (causal, window) shorter tiles waste less. Measured fastest, forward and backward, among 64 … 1024 rows
+# and 128 … 512 columns (docs/performance.md).
+_ROWS, _COLUMNS, _BAND_COLUMNS = 512, 512, 256
 # Few rows (decoding): as many scores in longer tiles, so that a tile's calls cost little beside reading its keys; but
 # 8192 keys and values (4 MiB at head size 64) stay in the last cache between their two products.
-_FEW_ROWS, _MOST_COLUMNS = 64, 8192
+_FEW_ROWS, _FEW_SCORES, _MOST_COLUMNS = 64, 2**17, 8192
 # On a GPU a tile holds all heads: 2²⁴ scores are enough to fill it, and 64 MiB in float32.
 _GPU_TILE = 2**24
 
@@ -36,11 +37,12 @@ def grid_of(options: Options) -> Grid:
 def _default_size(options: Options) -> tuple[int, int]:
     if options.xp is not np:
         side = math.isqrt(_GPU_TILE // max(1, math.prod(options.plane[:-2])))
-        return max(_COLUMNS, side), max(_COLUMNS, side)
+        return max(_ROWS, side), max(_COLUMNS, side)
     if has_few_rows(options):
         count = max(1, math.prod(options.plane[:-1]))
-        return _FEW_ROWS, min(_ROWS * _COLUMNS // count, _MOST_COLUMNS)
-    return max(1, _ROWS // options.plane[-3]), _COLUMNS
+        return _FEW_ROWS, min(_FEW_SCORES // count, _MOST_COLUMNS)
+    columns = _COLUMNS if band_edges(options) == (None, None) else _BAND_COLUMNS
+    return max(1, _ROWS // options.plane[-3]), columns
 
 
 def has_few_rows(options: Options) -> bool:

@@ -43,11 +43,31 @@ class Buffers:
             array = self._last[name] = self._memory(name, math.prod(shape), dtype).reshape(shape)
         return array
 
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.nbytes for flat in self._flat.values())
+
     def _memory(self, name: str, size: int, dtype: DType) -> np.ndarray:
         flat = self._flat.get(name)
         if flat is None or flat.size < size or flat.dtype != dtype:
             flat = self._flat[name] = np.empty(size, dtype)
         return flat[:size]
+
+
+# Kept from call to call: fresh memory costs a page fault for every 4 KiB, which is much beside a short call.
+_spare: list[Buffers] = []
+_MOST_KEPT = 8 * 2**20  # bytes for each worker; buffers of default tiles need 2 to 5 MiB
+
+
+@contextmanager
+def _scratch() -> Iterator[Buffers]:
+    try:
+        buffers = _spare.pop()
+    except IndexError:
+        buffers = Buffers()
+    yield buffers
+    if buffers.nbytes <= _MOST_KEPT:
+        _spare.append(buffers)
 
 
 class OnceEach(Generic[Result]):
@@ -124,8 +144,7 @@ class Workers:
         numbers = itertools.count()  # its next() is one step under the GIL
 
         def loop() -> None:
-            buffers = Buffers()
-            with self._computing():
+            with self._computing(), _scratch() as buffers:
                 while not self._stop.is_set() and (number := next(numbers)) < len(tasks):
                     results[number] = work(tasks[number], buffers)
                     if progress is not None:

@@ -36,7 +36,8 @@ def stored_alike(weights: Array, log_weights: Array, axis: int, precision: Preci
     """Relative variance of a sum over weights along an axis, from roundings to the half type that are equal.
 
     Weights that differ by less than the type's eps round alike. The largest ones and the smallest ones are looked at:
-    all weights of an even row; the one for the first key and those for all others; the two sides of a saturated softcap.
+    all weights of an even row; the one for the first key and those for all others; the two sides of a saturated
+    softcap.
     """
     if not precision.half or weights.size == 0:
         return np.zeros_like(np.sum(weights, axis=axis, keepdims=True))
