@@ -79,9 +79,7 @@ def _merge(best: Derivatives, chosen: np.ndarray, rows: np.ndarray, found: Deriv
         kept[rows] = np.where(better, new, kept[rows])
 
 
-def _noise(
-    line: Line, vector: np.ndarray, rounding: np.ndarray, known: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _noise(line: Line, vector: np.ndarray, rounding: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The noise of each result, inf where `vector` is too large a step, and what is known of each entry's."""
     measured, known = line.measured_noise(vector, known)
     noise = np.maximum(rounding, measured)

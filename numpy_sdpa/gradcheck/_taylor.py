@@ -101,9 +101,7 @@ def _remainders(
             levels.append(noise_level + slack * step)
         if len(sizes) > 2 and all(np.all(sizes[-back] <= _CLEAR * levels[-back]) for back in (1, 2)):
             break
-    columns = (
-        np.array(rows).reshape(len(steps), problem.layout.outputs).T for rows in (sizes, levels, evens)
-    )
+    columns = (np.array(rows).reshape(len(steps), problem.layout.outputs).T for rows in (sizes, levels, evens))
     return [_Remainders(np.array(steps), *output) for output in zip(*columns, strict=True)]
 
 

@@ -168,9 +168,7 @@ def test_a_misfit_in_half_precision_is_not_trusted(dtype, seed):
         assert "wrong" not in {row.verdict for row in report.rows}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "seed"), [("float64", 295), ("float64", 429), ("float32", 77), ("float32", 207)]
-)
+@pytest.mark.parametrize(("dtype", "seed"), [("float64", 295), ("float64", 429), ("float32", 77), ("float32", 207)])
 def test_a_gradient_is_not_asked_for_digits_that_rounding_took(dtype, seed):
     """1 − tanh² where tanh is 1: the complex step is exact, and no gradient in floating point can be."""
     case = draw(np.random.default_rng(seed), dtype)
