@@ -5,7 +5,6 @@ from typing import Any, Unpack
 import numpy as np
 
 from numpy_sdpa import blockwise, dense
-from numpy_sdpa._internal.door import resolve
 from numpy_sdpa._internal.namespace import (
     Array,
     array_namespace,
@@ -19,6 +18,7 @@ from numpy_sdpa._internal.namespace import (
     owned,
 )
 from numpy_sdpa._internal.options import AttentionOptions, Options
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.chain import Differentiable, like_inputs
 from numpy_sdpa.residuals import (
     SDPADoubleGradients,
@@ -322,9 +322,9 @@ def checked_upstream(
     if grad_weights is not None and options.method != "dense":
         raise ValueError('grad_weights needs the residuals of method="dense", which keeps the weights')
     return Upstream(
-        output=_like(residuals, "grad_output", grad_output, residuals.output.shape),
-        lse=_like(residuals, "grad_lse", grad_lse, residuals.lse.shape),
-        weights=_like(residuals, "grad_weights", grad_weights, options.plane),
+        output=_checked(residuals, "grad_output", grad_output, residuals.output.shape),
+        lse=_checked(residuals, "grad_lse", grad_lse, residuals.lse.shape),
+        weights=_checked(residuals, "grad_weights", grad_weights, options.plane),
     )
 
 
@@ -338,7 +338,7 @@ def _directions(residuals: SDPAResiduals, given: Differentiable) -> Differentiab
         primal = getattr(residuals, name)
         if primal is None:
             return None
-        checked = _like(residuals, name, getattr(given, name), primal.shape)
+        checked = _checked(residuals, name, getattr(given, name), primal.shape)
         if checked is None:
             return residuals.options.xp.zeros_like(primal, dtype=residuals.options.compute_dtype)
         return checked
@@ -346,7 +346,7 @@ def _directions(residuals: SDPAResiduals, given: Differentiable) -> Differentiab
     return Differentiable(**{name: direction(name) for name in Differentiable._fields})
 
 
-def _like(residuals: SDPAResiduals, name: str, array: Any, shape: tuple[int, ...]) -> Array | None:
+def _checked(residuals: SDPAResiduals, name: str, array: Any, shape: tuple[int, ...]) -> Array | None:
     """A floating array of this shape and of the residuals' module, in their compute dtype."""
     if array is None:
         return None

@@ -208,7 +208,7 @@ def output_backward(grad_output: Array, weights: Array, value: Array, view: View
     """Gradients of weights (before dropout) and value. Rows of `grad_output` that see nothing must be 0."""
     dropped = steps.dropout(view.xp, weights, view.kept, view.dropout_p)
     grads = steps.output_backward(view.xp, grad_output, dropped, value, view.visible, view.group)
-    return grads._replace(weights=_hidden_undropped(grads.weights, view))
+    return grads._replace(weights=_dropout_and_mask_backward(grads.weights, view))
 
 
 def output_tangent(weights: Array, value: Array, weights_tangent: Array, value_tangent: Array, view: View) -> Array:
@@ -225,11 +225,11 @@ def output_backward_tangent(
     grads = steps.output_backward_tangent(
         view.xp, grad_output, dropped_tangent, value_tangent, view.visible, view.group
     )
-    return grads._replace(weights=_hidden_undropped(grads.weights, view))
+    return grads._replace(weights=_dropout_and_mask_backward(grads.weights, view))
 
 
-def _hidden_undropped(grad_dropped: Array, view: View) -> Array:
-    """Dropout undone, and 0 where hidden: V may hold anything there."""
+def _dropout_and_mask_backward(grad_dropped: Array, view: View) -> Array:
+    """Back through dropout, and 0 where hidden: V may hold anything there."""
     grad_weights = steps.dropout(view.xp, grad_dropped, view.kept, view.dropout_p)
     return steps.mask_backward(view.xp, grad_weights, view.visible)
 

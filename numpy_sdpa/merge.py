@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from numpy_sdpa._internal.door import described
 from numpy_sdpa._internal.namespace import (
     Array,
     DType,
@@ -18,6 +17,7 @@ from numpy_sdpa._internal.namespace import (
     required,
     result_type,
 )
+from numpy_sdpa._internal.validation import described
 
 
 def merge_attention(output_a: Array, lse_a: Array, output_b: Array, lse_b: Array) -> tuple[Array, Array]:
@@ -58,7 +58,7 @@ def merge_attention(output_a: Array, lse_a: Array, output_b: Array, lse_b: Array
     xp, parts = _parts(output_a, lse_a, output_b, lse_b)
     with computing(xp, parts["output_a"]):
         a, b, lse = _shares(xp, parts)
-        merged = _times(xp, a, parts["output_a"]) + _times(xp, b, parts["output_b"])
+        merged = _times(xp, a, parts, "a") + _times(xp, b, parts, "b")
         return astype(merged, result_type(xp, parts["output_a"].dtype, parts["output_b"].dtype)), lse
 
 
@@ -102,13 +102,13 @@ def merge_attention_backward(
         upstream = _upstream(xp, "grad_output", grad_output, parts["output_a"], dtype)
         upstream_lse = _upstream(xp, "grad_lse", grad_lse, parts["lse_a"], dtype)
         # O_a − output = w_b (O_a − O_b), which keeps its digits where w_b is small
-        apart = astype(parts["output_a"], dtype) - astype(parts["output_b"], dtype)
-        apart = xp.sum(upstream * _selected(xp, xp.minimum(share_a, share_b), apart), axis=-1)
+        apart = _present(xp, parts, "a", astype(parts["output_a"], dtype) - astype(parts["output_b"], dtype))
+        apart = xp.sum(upstream * _present(xp, parts, "b", apart), axis=-1)
         gradients = []
         for name, share, lever in (("a", share_a, share_b * apart), ("b", share_b, -share_a * apart)):
             output, lse = parts[f"output_{name}"], parts[f"lse_{name}"]
-            gradients.append(astype(_times(xp, share, upstream), output.dtype))
-            gradients.append(astype(xp.where(share == 0, 0, share * (upstream_lse + lever)), lse.dtype))
+            gradients.append(astype(_present(xp, parts, name, share[..., None] * upstream), output.dtype))
+            gradients.append(astype(xp.where(lse == -xp.inf, 0, share * (upstream_lse + lever)), lse.dtype))
         grad_output_a, grad_lse_a, grad_output_b, grad_lse_b = gradients
         return grad_output_a, grad_lse_a, grad_output_b, grad_lse_b
 
@@ -128,13 +128,14 @@ def _shares(xp: Namespace, parts: dict[str, Array]) -> tuple[Array, Array, Array
     return a / total, b / total, largest + xp.log(total)
 
 
-def _times(xp: Namespace, share: Array, array: Array) -> Array:
-    """share · array, 0 where the share is: there the array may hold anything."""
-    return _selected(xp, share, share[..., None] * astype(array, share.dtype))
+def _times(xp: Namespace, share: Array, parts: dict[str, Array], name: str) -> Array:
+    """share · output of part `name`."""
+    return _present(xp, parts, name, share[..., None] * astype(parts[f"output_{name}"], share.dtype))
 
 
-def _selected(xp: Namespace, share: Array, array: Array) -> Array:
-    return xp.where(share[..., None] == 0, 0, array)
+def _present(xp: Namespace, parts: dict[str, Array], name: str, array: Array) -> Array:
+    """0 in the rows where part `name` has no keys: there its output may be anything."""
+    return xp.where(parts[f"lse_{name}"][..., None] == -xp.inf, 0, array)
 
 
 def _parts(output_a: Any, lse_a: Any, output_b: Any, lse_b: Any) -> tuple[Namespace, dict[str, Array]]:

@@ -166,8 +166,8 @@ def softcap_forward(xp: Namespace, scores: Array, softcap: Array) -> Array:
 def softcap_slope(xp: Namespace, scores: Array, softcap: Array) -> SoftcapSlope:
     """u = S / s, t = tanh(u), and d = 1 − t² = 4e / (1 + e)² with e = exp(−2 |u|).
 
-    The second form keeps its digits where t rounds to 1. u ends where d is nothing: u d would be ∞ · 0 at a score that
-    overflowed.
+    The second form keeps its digits where t rounds to 1. u is clipped where d is negligible: at a score that overflowed
+    u d would be ∞ · 0.
     """
     u = scores / softcap
     if dtype_kind(xp, u.dtype) == "c":

@@ -7,7 +7,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from numpy_sdpa._internal.door import described, is_int, resolve
 from numpy_sdpa._internal.namespace import (
     Array,
     Namespace,
@@ -19,6 +18,7 @@ from numpy_sdpa._internal.namespace import (
     required,
 )
 from numpy_sdpa._internal.options import AttentionOptions, Options
+from numpy_sdpa._internal.validation import described, is_int, resolve
 from numpy_sdpa.attention import checked_upstream, require_residuals
 from numpy_sdpa.blockwise import Results, Slab, backward_slabs, forward_slabs
 from numpy_sdpa.chain import Differentiable, like_inputs

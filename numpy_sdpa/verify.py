@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpy_sdpa import dense
-from numpy_sdpa._internal.door import resolve
 from numpy_sdpa._internal.namespace import computing
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.attention import sdpa_backward, sdpa_double_backward, sdpa_forward, sdpa_jvp
 from numpy_sdpa.chain import Differentiable, like_inputs
 from numpy_sdpa.data import load_model_tensors

@@ -68,7 +68,9 @@ def test_plot(quick, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [["--lengths", "0"], ["--pairs", "0"], ["--plot", "/nowhere/a.png"]])
+@pytest.mark.parametrize(
+    "arguments", [["--lengths", "0"], ["--pairs", "0"], ["--plot", "/nowhere/a.png"], ["--only", "no such row"]]
+)
 def test_bad_usage(arguments, capsys):
     assert main(["bench", *arguments]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

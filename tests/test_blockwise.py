@@ -16,7 +16,7 @@ from test_poison import make as make_poison_case
 
 import numpy_sdpa
 from numpy_sdpa import blockwise
-from numpy_sdpa._internal.door import resolve
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.blockwise import folded, forward_pass, parts, slabs, tiles
 
 # float64 on both sides; sums here have at most a few dozen terms of order 1, in another order.

@@ -18,7 +18,7 @@ NUMPY_ONLY = {
     "benchmark.py": "measures NumPy",
     "blockwise/folded.py": "the fast form of the plain tile, for NumPy",
     "blockwise/workers.py": "threads and scratch memory, for NumPy",
-    "_internal/door.py": "lengths, offsets and numbers of Python or NumPy are checked on the host",
+    "_internal/validation.py": "lengths, offsets and numbers of Python or NumPy are checked on the host",
     "_internal/namespace.py": "lists become NumPy arrays",
     "gradcheck/": "difference quotients are computed on the host",
     "kernelcheck/": "dumps are compared on the host",

@@ -6,8 +6,8 @@ import pytest
 
 import numpy_sdpa
 from numpy_sdpa import dense
-from numpy_sdpa._internal.door import resolve
 from numpy_sdpa._internal.namespace import computing
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.chain import like_inputs
 from numpy_sdpa.residuals import Upstream
 

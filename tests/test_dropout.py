@@ -6,7 +6,7 @@ from arrays import JAX
 from scipy import stats
 
 import numpy_sdpa
-from numpy_sdpa._internal.door import resolve
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.dropout import kept_in, threefry
 from numpy_sdpa.visibility import Tile, whole_plane
 

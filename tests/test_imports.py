@@ -17,7 +17,7 @@ FLOORS = [
     ["_version", "plain", "data", "gradcheck"],
     ["_internal.namespace"],
     ["_internal.shapes", "_internal.options"],
-    ["_internal.door"],
+    ["_internal.validation"],
     ["visibility"],
     ["dropout", "residuals"],
     ["steps"],

@@ -166,3 +166,13 @@ def test_bad_upstream():
         merge_attention_backward(None, None, *parts())
     with pytest.raises(ValueError, match=r"grad_lse must have shape \(2, 3, 4\), got \(1,\)"):
         merge_attention_backward(None, np.zeros(1), *parts())
+
+
+def test_a_part_that_underflows_is_still_read():
+    """Only a part without keys may hold anything: a NaN with a share too small to be a number is a NaN."""
+    seen, unseen = np.array([[np.nan]]), np.array([[1.0]])
+    output, lse = merge_attention(seen, np.array([-2000.0]), unseen, np.array([0.0]))
+    assert np.isnan(output).all()
+    assert lse == 0
+    output, _ = merge_attention(seen, np.array([-np.inf]), unseen, np.array([0.0]))
+    assert output == 1

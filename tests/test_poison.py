@@ -38,7 +38,7 @@ BESIDE = {
     "sinks": ["sinks"],
     "all": ["gqa", "softcap", "sinks", "alibi", "dropout", "scale"],
 }
-SIZES = (Sizes(L=3, S=6), Sizes(L=6, S=3), Sizes(L=5, S=5))
+SIZES = (Sizes(L=3, S=6), Sizes(L=6, S=3))
 
 
 def poison_cases():
@@ -113,7 +113,7 @@ def test_every_rule_hides_keys_and_rows():
         of_this = [case for case in CASES.values() if case.name.split(",")[0].split(" + ")[0] == hiding]
         places = [hidden_places(case, make(case)) for case in of_this]
         assert any(place["key"].any() or place["query"].any() for place in places), hiding
-        assert all(place["grad_weights"].any() for place in places[::3]), hiding
+        assert sum(place["grad_weights"].any() for place in places) > len(places) / 2, hiding
     every = [hidden_places(case, make(case)) for case in CASES.values()]
     assert sum(place["key"].any() for place in every) > len(every) / 2
     assert sum(place["query"].any() for place in every) > len(every) / 2

@@ -8,7 +8,7 @@ import pytest
 from reach import visible_plane
 
 from numpy_sdpa import sdpa_forward
-from numpy_sdpa._internal.door import resolve
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.chain import tile_of_bias
 from numpy_sdpa.visibility import (
     Tile,

@@ -1,4 +1,4 @@
-"""What was asked: the records that a call's arguments become at the door (`_internal.door`)."""
+"""What was asked: the records that a call's arguments become, once `_internal.validation` has checked them."""
 
 import importlib
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from numpy_sdpa._internal.namespace import Array, DType, Namespace
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword options that every way to call attention takes; `scaled_dot_product_attention` tells what each means."""
+    """The keyword options that every way to call attention takes: see `scaled_dot_product_attention`."""
 
     bias: Array | None
     is_causal: bool

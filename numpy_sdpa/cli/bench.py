@@ -11,7 +11,9 @@ HELP = "Measure attention on this machine: against torch where it is installed, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096], metavar="L")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[512, 2048, 4096], metavar="L", help="default: 512 2048 4096"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="default: the cores that this process may use")
     parser.add_argument("--pairs", type=int, default=5, metavar="N", help="pairs of blocks for each row, default 5")
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows that hold this text, as 'decode'")
@@ -33,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.only,
         report=(lambda row: None) if arguments.json else print_row,
     )
+    if not result["rows"]:
+        raise UsageError(f"--only {arguments.only}: no row holds this text")
     if arguments.json:
         print(json.dumps(result))
     else:

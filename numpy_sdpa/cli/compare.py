@@ -20,8 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from numpy_sdpa.kernelcheck.semantics import SYSTEMS
 
     parser.add_argument("dump", type=Path, help=".npz or .safetensors with query, key, value and what the kernel gave")
-    parser.add_argument("--layout", choices=("bhld", "blhd"), help="default: that of --semantics, or bhld")
-    parser.add_argument("--semantics", choices=tuple(SYSTEMS), help="whose meaning is right (docs/semantics.md)")
+    parser.add_argument(
+        "--layout",
+        choices=("bhld", "blhd"),
+        help="order of the axes: batch, head, length, d; default: that of --semantics, or bhld",
+    )
+    parser.add_argument(
+        "--semantics", choices=tuple(SYSTEMS), help="whose meaning is right (docs/semantics.md); default numpy-sdpa"
+    )
     parser.add_argument("--tolerance", type=float, help="allow this error everywhere instead of the derived one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="write error maps and the worst rows")

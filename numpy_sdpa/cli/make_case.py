@@ -21,18 +21,27 @@ _SIZES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from numpy_sdpa.kernelcheck.cases import DTYPES, FEATURES
+    from numpy_sdpa.kernelcheck.cases import DTYPES, FEATURES, Sizes
 
     parser.add_argument("file", type=Path, help="where to write: .npz or .safetensors")
     parser.add_argument(
-        "--features", nargs="*", default=[], metavar="NAME", help=f"what the problem has: {', '.join(FEATURES)}"
+        "--features",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help=f"what the problem has, default nothing: {', '.join(FEATURES)}",
     )
-    parser.add_argument("--dtype", default="float32", choices=DTYPES)
-    parser.add_argument("--layout", default="bhld", choices=("bhld", "blhd"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the inputs, default float32")
+    parser.add_argument(
+        "--layout",
+        default="bhld",
+        choices=("bhld", "blhd"),
+        help="order of the axes: batch, head, length, d (default), or length before head",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
     parser.add_argument("--no-backward", action="store_true", help="without gradients")
     for name, letter in _SIZES.items():
-        parser.add_argument(f"--{name}", type=int, metavar=letter)
+        parser.add_argument(f"--{name}", type=int, metavar=letter, help=f"default {getattr(Sizes, letter)}")
 
 
 def run(arguments: argparse.Namespace) -> int:

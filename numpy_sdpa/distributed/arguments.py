@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from numpy_sdpa._internal.door import resolve
 from numpy_sdpa._internal.namespace import Namespace, array_namespace, dtype_kind, from_list, is_cupy
 from numpy_sdpa._internal.options import Inputs, Options
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.attention import checked_upstream
 from numpy_sdpa.distributed import tasks
 from numpy_sdpa.distributed.graph import Axes, Cut, DaskArray

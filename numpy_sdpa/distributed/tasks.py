@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpy_sdpa import blockwise, steps
-from numpy_sdpa._internal.door import looks_additive, resolve
 from numpy_sdpa._internal.namespace import Array, DType, Namespace, arange, array_namespace, astype, computing, owned
 from numpy_sdpa._internal.options import Dropout, Inputs, Options
 from numpy_sdpa._internal.shapes import sum_to_shape
+from numpy_sdpa._internal.validation import looks_additive, resolve
 from numpy_sdpa.blockwise import running
 from numpy_sdpa.blockwise.parts import RowStatistics
 from numpy_sdpa.blockwise.running import Partial

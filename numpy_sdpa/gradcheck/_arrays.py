@@ -104,7 +104,7 @@ class Argument:
         host = to_numpy(array)
         self.dtype = host.dtype
         # float64 holds every value of the narrower dtypes; a long double keeps its digits
-        self.point = np.array(host, dtype=np.result_type(host.dtype, np.float64), order="C")
+        self.point = np.array(host, dtype=np.result_type(host.dtype, np.float64))
         self.precision = PRECISIONS[self.dtype_name]
 
     @property

@@ -46,7 +46,7 @@ def central(
     spread = [_spread(steps, directions, probe) for steps in ladder]
     rounding = line.rounding(spread[0], 16 * probe * np.max(np.abs(spread), axis=0))
     smallest = np.array([line.smallest_step(direction) for direction in directions])
-    noise = known = rounding
+    noise, known = rounding, np.zeros(line.base.size)
     tried = np.zeros((0, len(directions)))
     for steps, vector in zip(ladder, spread, strict=True):
         without = np.isinf(best.uncertainty).any(axis=1)
@@ -57,9 +57,7 @@ def central(
             continue
         quotients = fitted if by_fit else scipy_quotients
         if not by_fit:
-            noise = _noise(line, vector, known)
-            # a function rounded coarser than its dtype shows it to large steps only
-            known = np.where(np.isfinite(noise), noise, known)
+            noise, known = _noise(line, vector, rounding, known)
         for chunk in _chunks(np.flatnonzero(open_), line.results):
             found = quotients(line, [directions[i] for i in chunk], steps[chunk], smallest[chunk], noise)
             _merge(best, chosen, chunk, found, steps[chunk])
@@ -81,11 +79,12 @@ def _merge(best: Derivatives, chosen: np.ndarray, rows: np.ndarray, found: Deriv
         kept[rows] = np.where(better, new, kept[rows])
 
 
-def _noise(line: Line, vector: np.ndarray, rounding: np.ndarray) -> np.ndarray:
-    """The standard deviation of each result's noise; inf where steps as large as `vector` are too large."""
-    noise = np.maximum(rounding, line.measured_noise(vector))
+def _noise(line: Line, vector: np.ndarray, rounding: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The noise of each result, inf where `vector` is too large a step, and what is known of each entry's."""
+    measured, known = line.measured_noise(vector, known)
+    noise = np.maximum(rounding, measured)
     changes = np.array([line.change(vector, t) for t in (-1.0, 1.0)])
-    return np.where(without_a_curve(noise, rounding, changes), np.inf, noise)
+    return np.where(without_a_curve(noise, rounding, changes), np.inf, noise), known
 
 
 def _initial_steps(argument: Argument, directions: list[Direction], eps: float | None) -> list[np.ndarray]:

@@ -25,6 +25,8 @@ from numpy_sdpa.gradcheck._quotients import (
 # are nested: a halved step needs half of them anew.
 _TIMES = np.concatenate([-np.arange(64, 0, -1), np.arange(1, 65)]) / 64
 _HALVINGS = 6
+# Scatter that is more than this part of what the function changes by is a misfit, not noise.
+_ROUGH_PART = 0.01
 
 
 class _Fit(NamedTuple):
@@ -97,7 +99,7 @@ def _at_step(values: np.ndarray, step: float, rounding: np.ndarray) -> _Fitted:
     with np.errstate(all="ignore"):
         slope, other = fit.slope @ values / step, lower.slope @ values / step
         noise = np.maximum(np.sqrt(np.sum((fit.residual @ values) ** 2, axis=0) / fit.freedom), rounding)
-        noise[without_a_curve(noise, rounding, values)] = np.inf
+        noise[without_a_curve(noise, rounding, values, _ROUGH_PART)] = np.inf
         deviation = noise * np.linalg.norm(fit.slope) / step
         # the two degrees differ by noise too; the rest is what degree 3 leaves out, far more than degree 5
         # does

@@ -28,10 +28,13 @@ ERROR_FACTOR = 10.0
 NOISE_FACTOR = 6.0
 NOISE_TIMES = np.arange(20) - 9.5
 _NOISE_DEGREE = 4  # 20 points less 5 coefficients: 15 degrees of freedom
-# Rough: scatter beyond what thirty roundings explain, and above one part in a hundred of what the function
-# changes by.
+# Where a quotient's polynomial is tried: between two of its points, where no period that they share leads.
+# Its error there, per step, is 1.4 times the slope's at order 8, of which SciPy's estimate is 256 times.
+_BETWEEN = 0.3717
+# Rough: scatter beyond what thirty roundings explain, and more than a part of what the function changes by. At
+# 1e-3 a quotient is uncertain by a tenth of its slope or more.
 _ROUGH_ROUNDINGS = 30.0
-_ROUGH_PART = 0.01
+_ROUGH_PART = 1e-3
 # At 1e-10 SciPy stops within two or three halvings on a smooth function; what it has not reached in ten it
 # will not.
 _SCIPY_RTOL = 1e-10
@@ -137,13 +140,22 @@ class Line:
             rounding = np.where(np.all(changes == 0, axis=0), 0.0, self.resolution * size) / np.sqrt(12.0)
         return self.project_deviations(rounding)
 
-    def measured_noise(self, scale: np.ndarray) -> np.ndarray:
-        """The standard deviation of each result about a smooth curve, by steps too small to show a shape."""
+    def measured_noise(self, scale: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The standard deviation of each result about a smooth curve, by steps too small to show a shape.
+
+        `known` is the noise of every entry that larger steps have shown: a function rounded coarser than
+        its dtype (float32 inside) looks flat to small ones. It comes back with what these steps add to it.
+        """
         root = self.argument.precision.eps**0.5
         # steps of four spacings at least: where x absorbs the steps, the function seems to have no noise
         least = _SPACINGS * root * self.magnitudes
         unit = root * np.copysign(np.maximum(np.abs(scale), least), scale)
-        return noise_of([self.change(unit, time) for time in NOISE_TIMES])
+        entries = np.array([self.entry_changes(unit, time) for time in NOISE_TIMES])
+        flat = np.mean(np.diff(entries, axis=0) == 0, axis=0) > 0.25
+        hidden = self.project_deviations(np.where(flat, known, 0.0))
+        seen = noise_of(np.array([self.project(changes) for changes in entries]))
+        each = noise_of(entries)
+        return np.hypot(seen, hidden), np.where(np.isfinite(each), np.maximum(each, known), known)
 
 
 def noise_of(values: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
@@ -160,25 +172,29 @@ def noise_of(values: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(noise), noise, np.inf)
 
 
-def without_a_curve(noise: np.ndarray, rounding: np.ndarray, values: np.ndarray) -> np.ndarray:
+def without_a_curve(
+    noise: np.ndarray, rounding: np.ndarray, values: np.ndarray, part: float = _ROUGH_PART
+) -> np.ndarray:
     """Where a function is so rough over these values that no step of this size says anything about its slope.
 
     A sine of 10⁸ looks like noise to steps of 10⁷, and its quotients are small and agree. Roughness that
     rounding explains is another matter: the sum of a softmax is rough as well, and its slope is 0.
     """
     with np.errstate(all="ignore"):
-        return (noise > _ROUGH_ROUNDINGS * rounding) & (noise > _ROUGH_PART * np.max(np.abs(values), axis=0))
+        return (noise > _ROUGH_ROUNDINGS * rounding) & (noise > part * np.max(np.abs(values), axis=0))
 
 
 class Stencil(NamedTuple):
     """Weights for the points ± h, ± h/2, ± h/4 … that SciPy's central quotient of this order uses.
 
+    The value at h · _BETWEEN of the polynomial through all of them is Σ between_weights · (f − f(0)).
     slope = Σ slope_weights · (f(+) − f(−)) / 2h, half_jump = Σ jump_weights · (f(+) + f(−) − 2 f(0)) / 2h
     """
 
     nodes: np.ndarray
     slope_weights: np.ndarray
     jump_weights: np.ndarray
+    between_weights: np.ndarray
 
     @property
     def slope_noise(self) -> float:
@@ -190,6 +206,11 @@ class Stencil(NamedTuple):
         """The same of half_jump; f(0) is common to all its terms."""
         return float(np.sqrt(np.sum(self.jump_weights**2) / 2 + np.sum(self.jump_weights) ** 2))
 
+    @property
+    def between_noise(self) -> float:
+        """The same of what is missed between the points; f there has noise of its own."""
+        return float(np.sqrt(np.sum(self.between_weights**2) + 1))
+
 
 @lru_cache
 def stencil(order: int) -> Stencil:
@@ -198,7 +219,10 @@ def stencil(order: int) -> Stencil:
     odd = np.array([nodes ** (2 * power + 1) for power in range(count)])  # (f(+) − f(−)) / 2 has h, h³, h⁵ …
     even = np.array([nodes] + [nodes ** (2 * power) for power in range(1, count)])  # a kink: h; a curve: h², h⁴ …
     first = np.eye(count)[0]
-    return Stencil(nodes, np.linalg.solve(odd, first), np.linalg.solve(even, first))
+    powers = np.arange(1, 2 * count + 1)
+    signed = np.concatenate([nodes, -nodes])
+    between = np.linalg.solve(signed ** powers[:, None], _BETWEEN**powers)
+    return Stencil(nodes, np.linalg.solve(odd, first), np.linalg.solve(even, first), between)
 
 
 def scipy_quotients(
@@ -226,18 +250,20 @@ def scipy_quotients(
         with np.errstate(all="ignore"):
             deviation = weights.slope_noise * noise_each / step
             newest = state.nit == np.max(state.nit)
-            jump = np.zeros(shape)
+            jump, missed = np.zeros(shape), np.zeros(shape)
             for d in np.unique(of_direction[newest]):
-                jump[d] = samples.half_jump(d, steps[d] / 2.0 ** (np.max(state.nit) - 1), weights)
+                outermost = steps[d] / 2.0 ** (np.max(state.nit) - 1)
+                jump[d] = samples.half_jump(d, outermost, weights)
+                missed[d] = samples.missed(d, outermost, weights)
             # noise tells two quotients apart as well: only what it does not explain shows the series' rest
             unexplained = np.maximum(0.0, state.error - 2 * deviation)
             found = ERROR_FACTOR * unexplained + NOISE_FACTOR * deviation + jump.ravel()
-            # Halved steps can agree on a wrong slope, as those that are periods of a sine do: until the next
-            # halving.
-            refuted = newest & (np.abs(state.df - value) > uncertainty + NOISE_FACTOR * deviation)
-        uncertainty[refuted] = np.inf
-        innermost = step * weights.nodes[-1]
-        found[innermost < smallest[of_direction]] = np.inf
+            innermost = step * weights.nodes[-1]
+            explained = unexplained + NOISE_FACTOR * weights.between_noise * noise_each / step + jump.ravel()
+            # Steps too large for a function: its quotients still move by a good part of themselves, or the
+            # polynomial through the points misses it between them.
+            unresolved = (unexplained > np.abs(state.df) / 10) | ~(missed.ravel() <= explained)
+        found[unresolved | (innermost < smallest[of_direction])] = np.inf
         better = newest & (found < uncertainty)
         # what noise may feign widens the uncertainty, but is not reported as a kink
         feigned = NOISE_FACTOR * weights.jump_noise * noise_each / step
@@ -288,6 +314,15 @@ class Samples:
             changes = np.array([self.at(int(direction[start]), float(point)) for point in rows[start]])
             values[start:stop] = changes[:, result[start:stop]].T
         return values.reshape(t.shape)
+
+    def missed(self, direction: int, step: float, weights: Stencil) -> np.ndarray:
+        """How far the function is, between the points, from the polynomial through them, per step.
+
+        Halved steps can agree on a slope that is not there, as those do that are nearly periods of a sine.
+        """
+        points = [self.at(direction, h) for h in step * np.concatenate([weights.nodes, -weights.nodes])]
+        between = self.at(direction, step * _BETWEEN)
+        return np.abs(weights.between_weights @ np.array(points) - between) / step
 
     def half_jump(self, direction: int, step: float, weights: Stencil) -> np.ndarray:
         """Half the jump of the slope at the point, 0 where what is seen is curvature.

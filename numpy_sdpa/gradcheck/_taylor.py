@@ -41,7 +41,7 @@ def taylor_rows(
     # what is small beside the argument's largest tangent needs no rate of its own
     largest = max((norm for tangent in finite for norm in _norms(problem, tangent)), default=0.0)
     line = Line(lambda point: problem.call(argument, point), argument, problem.base, problem.resolution)
-    # the larger of the argument's size and 1: halving leads down to where the function is smooth, but never up
+    # the larger of the argument's size and 1: halving leads down to where the function is smooth, never up
     start = argument.precision.initial_step * max(argument.size, 1.0) if eps is None else eps
     noise = _noise(line, start, random_direction(rng, argument.point.size))
     rows = []
@@ -58,7 +58,8 @@ def _noise(line: Line, start: float, probe: np.ndarray) -> np.ndarray:
     size = line.argument.size
     step = line.argument.precision.initial_step * size
     rounding = line.rounding(step * probe, max(start, size) * probe)
-    return np.maximum(rounding, line.measured_noise(min(size, 1.0) * probe))
+    measured, _ = line.measured_noise(min(size, 1.0) * probe, rounding)
+    return np.maximum(rounding, measured)
 
 
 def _norms(problem: Problem, entries: np.ndarray) -> np.ndarray:
@@ -94,14 +95,13 @@ def _remainders(
             ahead = line.change(direction, step) - step * tangent
             behind = line.change(direction, -step) + step * tangent
             steps.append(step)
-            sizes.append(
-                np.maximum(_norms(problem, ahead), _norms(problem, behind))
-            )  # |x| at 0 has no remainder on one side
+            # both sides: |x| at 0 has no remainder on one of them
+            sizes.append(np.maximum(_norms(problem, ahead), _norms(problem, behind)))
             evens.append(_norms(problem, ahead + behind) / 2)
             levels.append(noise_level + slack * step)
         if len(sizes) > 2 and all(np.all(sizes[-back] <= _CLEAR * levels[-back]) for back in (1, 2)):
             break
-    columns = (np.array(rows).reshape(len(steps), -1).T for rows in (sizes, levels, evens))
+    columns = (np.array(rows).reshape(len(steps), problem.layout.outputs).T for rows in (sizes, levels, evens))
     return [_Remainders(np.array(steps), *output) for output in zip(*columns, strict=True)]
 
 

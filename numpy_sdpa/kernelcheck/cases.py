@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from numpy_sdpa._internal.door import resolve
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.attention import sdpa_backward, sdpa_forward
 from numpy_sdpa.kernelcheck.problem import INPUTS, Array
 from numpy_sdpa.visibility import visible_in, whole_plane

@@ -25,7 +25,7 @@ _CONFIRM_WHOLE = 2**20
 
 # What rounding may leave between a wrong kernel and the mistake that it made, relative (Frobenius): the arrays of a
 # wrong kernel carry errors like those of a right one, but their size is that of other numbers.
-_LEFT = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+_LEFT = {"float64": 1e-6, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 _LEFT_AT_MOST = 0.1
 # A mistake explains an array only if it takes away this much of its error.
 _GAIN = 3.0
@@ -115,10 +115,12 @@ class _Diagnoser:
         forward, gradients = wrong & set(FORWARD), wrong & set(GRADIENTS)
         chosen: list[Explanation] = []
         if forward:
-            chosen = best(self._tried(_forward_candidates(sample), sample, FORWARD), forward)
+            tried = self._tried(_forward_candidates(sample), sample, FORWARD)
+            # forms that give the same forward results may differ in their gradients
+            chosen = best(tried, forward, each_form=bool(gradients))
         if not gradients:
             return chosen
-        chosen = [self._with_backward(explanation, sample) for explanation in chosen]
+        chosen = best([self._with_backward(explanation, sample) for explanation in chosen], wrong)
         bases = [explanation.candidate.forward for explanation in chosen if explanation.candidate.forward]
         for base in [*dict.fromkeys(bases), ()]:
             chosen += self._backward_over(base, sample, gradients - explained(chosen))
@@ -305,8 +307,11 @@ def _in_shape(array: Array, shape: tuple[int, ...]) -> Array | None:
     return array.reshape(shape) if core(array.shape) == core(shape) else None
 
 
-def best(explanations: list[Explanation], wrong: Iterable[str]) -> list[Explanation]:
-    """The explanation of most results, with its ties and rivals; then the best one of the rest; and so on."""
+def best(explanations: list[Explanation], wrong: Iterable[str], each_form: bool = False) -> list[Explanation]:
+    """The explanation of most results, with its ties and rivals; then the best one of the rest; and so on.
+
+    Of each mistake the best form alone, unless `each_form`.
+    """
     chosen: list[Explanation] = []
     remaining = set(wrong)
     while remaining:
@@ -319,7 +324,7 @@ def best(explanations: list[Explanation], wrong: Iterable[str]) -> list[Explanat
         group = [e for e in explanations if covered <= set(e.residuals) and e.error(covered) <= limit]
         seen = {e.candidate.mistake for e in chosen}
         for explanation in sorted(group, key=lambda e: e.error(covered)):
-            if explanation.candidate.mistake not in seen:
+            if each_form or explanation.candidate.mistake not in seen:
                 seen.add(explanation.candidate.mistake)
                 chosen.append(explanation)
         remaining -= covered

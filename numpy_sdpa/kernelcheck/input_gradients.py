@@ -59,6 +59,19 @@ class GradQuery:
         return summed + self._copies / 3 * self._gold**2 if self._copies > 1 else summed
 
 
+class _Alike:
+    """How much the errors of a problem's rows have in common: in sums over rows they add up."""
+
+    def __init__(self) -> None:
+        self.rows = 1.0  # how many rows are like a row, on average
+        self.drift = 0.0  # relative variance of the rows' sums, all the same way
+
+    def add(self, tile: Forward) -> None:
+        if tile.like_rows.size:
+            self.rows = max(self.rows, float(np.mean(tile.like_rows)))
+            self.drift = max(self.drift, float(np.mean(tile.drift)))
+
+
 class _OverRows:
     """A matrix's columns times the rows of an array, (…, L, S)ᵀ @ (…, L, X): each row's errors are its own."""
 
@@ -74,15 +87,15 @@ class _OverRows:
         self._together: Array | float = 0.0
         self._copies: Array | float = 0.0
         self._sum = RunningSum()
-        self._like_rows = 1.0
+        self._alike = _Alike()
 
-    def add(self, matrix: Array, array: Array, own: Array, together: Array, like_rows: Array) -> None:
+    def add(self, matrix: Array, array: Array, own: Array, together: Array, tile: Forward) -> None:
         """`own`: the variance of the matrix's entries; `together`: their deviations that add up, column by column."""
 
         def summed(factor: Array, group: int = self._group) -> Array:
             return steps.sum_over_queries(np, factor, array, None, group)
 
-        own = own + (self.count / 6 + 3) * like_rows * matrix**2
+        own = own + (self.count / 6 + 3) * tile.like_rows * matrix**2
         self._own = self._own + steps.sum_over_queries(np, own, array**2, None, self._group)
         if np.any(together):
             self._together = self._together + summed(together)
@@ -91,12 +104,12 @@ class _OverRows:
             self._sum.add(steps.sum_over_queries(np, matrix[..., part, :], array[..., part, :], None, self._group))
         if self._has_copies and self._precision.half:
             self._copies = self._copies + summed(matrix, 1)
-        self._like_rows = max(self._like_rows, float(np.mean(like_rows)) if like_rows.size else 1.0)
+        self._alike.add(tile)
 
     def variance(self) -> Array:
         gold = self._gold
-        variance = self._own + self._together**2 + self.count * self._like_rows * self._sum.mean_square()
-        variance = sum_to_shape(np, variance, gold.shape) + 2 * gold**2
+        variance = self._own + self._together**2 + self.count * self._alike.rows * self._sum.mean_square()
+        variance = sum_to_shape(np, variance, gold.shape) + (2 + self._alike.drift) * gold**2
         if self._has_copies:
             variance = variance + self.count / 3 * gold**2
         if self._has_copies and self._precision.half:
@@ -113,7 +126,7 @@ class GradKey:
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         lost = vanished(tile, back.scores, self._precision)
-        self._sum.add(back.scores.values, tile.query, back.scores.along_column(), lost, tile.like_rows)
+        self._sum.add(back.scores.values, tile.query, back.scores.along_column(), lost, tile)
 
     def variance(self) -> Array:
         return self._sum.variance()
@@ -133,7 +146,7 @@ class GradValue:
         alike = np.sqrt(share + stored_alike(tile.weights, tile.log_weights, -2, precision))
         small = np.maximum(precision.vanishing * np.sum(dropped, axis=-2, keepdims=True), precision.vanished)
         lost = np.where(dropped < small, dropped, 0.0) / precision.rounding
-        self._sum.add(dropped, self._problem.grad_output[..., rows, :], own, alike * dropped + lost, tile.like_rows)
+        self._sum.add(dropped, self._problem.grad_output[..., rows, :], own, alike * dropped + lost, tile)
 
     def variance(self) -> Array:
         return self._sum.variance()
@@ -149,7 +162,7 @@ class GradBias:
         self._over_rows, self._over_keys = (shape[axis] != plane[axis] for axis in (-2, -1))
         self._variance = np.zeros(shape)
         self._sum = RunningSum()
-        self._like_rows = 1.0
+        self._alike = _Alike()
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         grad_logits = back.logits.values
@@ -164,11 +177,11 @@ class GradBias:
         part += sum_to_shape(np, own, part.shape)
         if self._over_rows:
             self._sum.add(sum_to_shape(np, grad_logits, part.shape))
-            self._like_rows = max(self._like_rows, float(np.mean(tile.like_rows)) if tile.like_rows.size else 1.0)
+            self._alike.add(tile)
 
     def variance(self) -> Array:
-        variance = self._variance + self._count * self._like_rows * self._sum.mean_square()
-        return np.reshape(variance, self._gold.shape) + (self._count / 3 + 2) * self._gold**2
+        variance = self._variance + self._count * self._alike.rows * self._sum.mean_square()
+        return np.reshape(variance, self._gold.shape) + (self._count / 3 + 2 + self._alike.drift) * self._gold**2
 
 
 class _PerHead:
@@ -182,25 +195,25 @@ class _PerHead:
         self._own: Array = np.zeros(heads)
         self._lost: Array = np.zeros(heads)
         self._sum = RunningSum()
-        self._like_rows = 1.0
+        self._alike = _Alike()
 
-    def add(self, terms: Array, own: Array, like_rows: Array) -> None:
+    def add(self, terms: Array, own: Array, tile: Forward) -> None:
         """`terms` (…, rows, n) and the variance of each row's sum (…, rows, 1)."""
         squares = np.sum(terms**2, axis=-1, keepdims=True)
-        self._own = self._own + np.sum(own + (self.count / 6 + 2) * like_rows * squares, axis=(-2, -1))
+        self._own = self._own + np.sum(own + (self.count / 6 + 2) * tile.like_rows * squares, axis=(-2, -1))
         small = self._precision.vanishing * np.abs(self._gold)[..., None, None]
         self._lost = self._lost + np.sum(np.where(np.abs(terms) < small, terms, 0.0), axis=(-2, -1))
         parts = summed_in_parts(terms)
         self._sum.add_along(np.reshape(parts, (*parts.shape[:-2], parts.shape[-2] * parts.shape[-1])))
-        self._like_rows = max(self._like_rows, float(np.mean(like_rows)) if like_rows.size else 1.0)
+        self._alike.add(tile)
 
     def variance(self) -> Array:
         variance = self._own + (self._lost / self._precision.rounding) ** 2
-        variance = variance + self.count * self._like_rows * self._sum.mean_square()
+        variance = variance + self.count * self._alike.rows * self._sum.mean_square()
         if self._has_copies:
             variance = variance + copy_variance(np.asarray(self._sum.total), self._precision)
-            return sum_to_shape(np, variance, self._gold.shape) + (self.count / 3 + 2) * self._gold**2
-        return variance + 2 * self._gold**2
+            variance = sum_to_shape(np, variance, self._gold.shape) + self.count / 3 * self._gold**2
+        return variance + (2 + self._alike.drift) * self._gold**2
 
 
 class GradSinks:
@@ -210,7 +223,7 @@ class GradSinks:
         self._sum = _PerHead(problem.options, gold, precision, 1)
 
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
-        self._sum.add(back.grad_sinks, back.grad_sinks_variance * tile.like_rows, tile.like_rows)
+        self._sum.add(back.grad_sinks, back.grad_sinks_variance * tile.like_rows, tile)
 
     def variance(self) -> Array:
         return self._sum.variance()
@@ -225,7 +238,7 @@ class GradSlopes:
     def add(self, tile: Forward, back: Backward, rows: slice) -> None:
         distance = tile.view.distance
         own = row_total_variance(tile, back.logits, distance, self._precision)
-        self._sum.add(-back.logits.values * distance, own, tile.like_rows)
+        self._sum.add(-back.logits.values * distance, own, tile)
 
     def variance(self) -> Array:
         return self._sum.variance()

@@ -171,9 +171,16 @@ def _(problem: Problem) -> Iterator[Change]:
         stages = right.logits(kernel)
         return stages._replace(logits=np.where(_empty(kernel) & np.isfinite(stages.logits), FILL, stages.logits))
 
-    def added(kernel: Kernel) -> chain.Logits:
-        stages = right.logits(kernel)
-        return stages._replace(logits=np.where(_empty(kernel), stages.logits + FILL, stages.logits))
+    def adding(fill: float) -> Callable[[Kernel], chain.Logits]:
+        """Logits as a kernel knows them beside a fill: in float32 −1e4 rounds them to 1e-3, −1e7 to whole numbers."""
+        compute = np.float64 if problem.dtype == "float64" else np.float32
+
+        def logits(kernel: Kernel) -> chain.Logits:
+            stages = right.logits(kernel)
+            rounded = (stages.logits.astype(compute) + compute(fill)).astype(np.float64) - fill + FILL
+            return stages._replace(logits=np.where(_empty(kernel), rounded, stages.logits))
+
+        return logits
 
     def stopped(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
         return right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
@@ -184,7 +191,8 @@ def _(problem: Problem) -> Iterator[Change]:
         view = seeing(options)
         yield Change(f"{keys}, filled", view=view, steps={"logits": filled, "logits_backward": stopped})
         yield Change(f"{keys}, filled, gradient flowing", view=view, steps={"logits": filled})
-        yield Change(f"{keys}, fill added", view=view, steps={"logits": added})
+        for fill in (-1e4, -1e5, -1e6, -1e7, -1e8):
+            yield Change(f"{keys}, {fill:.0e} added", view=view, steps={"logits": adding(fill)})
 
 
 @forward("fully-masked-nan", "a query that sees no key has output 0 and lse −∞: guard the division by its sum of 0")

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from numpy_sdpa._internal.door import resolve
 from numpy_sdpa._internal.options import Inputs, Options
+from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.chain import tile_of_bias
 from numpy_sdpa.kernelcheck.semantics import SYSTEMS, System
 from numpy_sdpa.visibility import Tile, visible_in

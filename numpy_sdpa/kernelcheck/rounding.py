@@ -18,7 +18,8 @@ from numpy_sdpa.kernelcheck.precision import Precision
 from numpy_sdpa.kernelcheck.sums import (
     RunningSum,
     drift,
-    like_counts,
+    like_columns,
+    like_rows,
     log_spread,
     parts_of,
     stored_alike,
@@ -137,6 +138,7 @@ class Forward(NamedTuple):
     like_rows: Array  # how many queries have
     stored: float  # relative variance of `dropped` from rounding to the half type
     alike: Array  # the part of it that a row's weights share
+    drift: Array  # relative variance of the row's sum of exponentials from adding like terms
     together: Array  # relative variance of a row's sums from all that its terms share
     lse: Array  # variance
     sink: Sink
@@ -159,10 +161,14 @@ def forward(problem: Problem, rows: slice, precision: Precision) -> Forward:
     log_weights = z.values - lse
     weights = np.where(visible, np.exp(np.minimum(log_weights, 0)), 0.0)
     exponential = np.where(visible, exponential_variance(log_weights, z.values, z.variance), 0.0)
-    like_rows, like_keys = like_counts(z.capped_scores, options.query_length)
+    like_keys = like_columns(z.capped_scores)
+    like = np.maximum(
+        like_rows(z.capped_scores, options.query_length),
+        like_rows(np.where(visible, log_weights, 0.0), options.query_length),
+    )
     count = np.sum(visible, axis=-1, keepdims=True) + 1.0  # the sink, or the last block
     sink = _sink(problem, lse)
-    row_sum, together = row_variances(weights, log_weights, z.shared, sink, like_keys, count, precision)
+    row = row_variances(weights, log_weights, z.shared, sink, like_keys, count, precision)
     roundings = 1 if view.kept is None else 2  # of the stored weights, before and after dropout
     alike = roundings * stored_alike(weights, log_weights, -1, precision)
     # the errors of a row's logits may all be the same, as where its keys are
@@ -180,11 +186,13 @@ def forward(problem: Problem, rows: slice, precision: Precision) -> Forward:
         partial_output=sum_in_order(dropped, operands.value, view.group).mean_square(),
         exponential=exponential,
         like_keys=like_keys,
-        like_rows=like_rows,
+        like_rows=like,
         stored=roundings * precision.half,
         alike=alike,
-        together=row_sum + together + alike,
-        lse=lse_variance + row_sum + 4 * lse**2 + 1,  # log, row shift, their sum, and the change to base 2 and back
+        drift=row.drift,
+        together=row.additions + row.drift + row.against_sink + alike,
+        # log, row shift, their sum, and the change to base 2 and back
+        lse=lse_variance + row.additions + row.drift + 4 * lse**2 + 1,
         sink=sink,
         cap_slope=z.cap_slope,
         cap_slope_variance=z.cap_slope_variance,
@@ -199,19 +207,26 @@ def _sink(problem: Problem, lse: Array) -> Sink:
     return Sink(weight, exponential_variance(sinks - lse, sinks, 0.0))
 
 
+class RowVariances(NamedTuple):
+    """Relative variances of a row's sums, (…, rows, 1)."""
+
+    additions: Array  # of the sum of exponentials, from adding them
+    drift: Array  # the same, from adding like terms
+    against_sink: Array  # of the other sums, from errors that all keys share and the sink does not
+
+
 def row_variances(
     weights: Array, log_weights: Array, shared: Array, sink: Sink, like_keys: Array, count: Array, precision: Precision
-) -> tuple[Array, Array]:
-    """Relative variances: of a row's sum of exponentials from its additions, of its other sums from shared errors."""
+) -> RowVariances:
     seen = np.maximum(np.sum(weights, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     like_terms = 1 / np.maximum(np.sum((weights / seen) ** 2, axis=-1, keepdims=True), 1 / count)
     repeated = like_terms * np.sum(weights * like_keys, axis=-1, keepdims=True) / seen
     lost = np.sum(np.where(weights < precision.vanishing, weights, 0.0), axis=-1, keepdims=True)
-    row_sum = (count + repeated) / 3 + 1 + (lost / precision.rounding) ** 2
-    spread = log_spread(weights, log_weights, -1)
-    # an error that all keys share changes their weight against the sink's
-    against_sink = sink.weight**2 * np.sum(weights * shared, axis=-1, keepdims=True) / seen
-    return row_sum, drift(spread, like_terms, precision) + against_sink
+    return RowVariances(
+        additions=(count + repeated) / 3 + 1 + (lost / precision.rounding) ** 2,
+        drift=drift(log_spread(weights, log_weights, -1), like_terms, precision),
+        against_sink=sink.weight**2 * np.sum(weights * shared, axis=-1, keepdims=True) / seen,
+    )
 
 
 def weights_variance(tile: Forward) -> Array:
@@ -290,7 +305,7 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     grad_lse = problem.grad_lse[..., rows, :]
     products = steps.inner_products(np, grad_output, value, view.group)
     squares = steps.inner_products(np, grad_output**2, value**2, view.group)
-    like_products = like_counts(products, problem.options.query_length)
+    like_products = like_rows(products, problem.options.query_length), like_columns(products)
     keep = steps.dropout(np, np.ones_like(weights), view.kept, view.dropout_p)
     grad_weights = keep * products
     if problem.grad_weights is not None:

@@ -58,7 +58,7 @@ SYSTEMS = {
             grouped_heads="h reads h // group, with enable_gqa",
             alibi="−slope · abs(p(i) − j)",
             checked="tests",
-            source="docs/options.md",
+            source="README.md, its table of options",
         ),
         System(
             name="torch",

@@ -35,9 +35,8 @@ def drift(spread: Array, count: Array | float, precision: Precision) -> Array:
 def stored_alike(weights: Array, log_weights: Array, axis: int, precision: Precision) -> Array:
     """Relative variance of a sum over weights along an axis, from roundings to the half type that are equal.
 
-    Weights that differ by less than the type's eps round alike. The largest ones and the smallest ones are looked at:
-    all weights of an even row; the one for the first key and those for all others; the two sides of a saturated
-    softcap.
+    Weights that differ by less than the type's eps round alike. The largest ones and the smallest are looked at: all
+    weights of an even row; that of the first key and those of all others; the two sides of a saturated softcap.
     """
     if not precision.half or weights.size == 0:
         return np.zeros_like(np.sum(weights, axis=axis, keepdims=True))
@@ -105,18 +104,23 @@ def summed_in_parts(terms: Array) -> Array:
     return np.add.reduceat(terms, starts, axis=-1) if starts else terms
 
 
-def like_counts(product: Array, query_length: int) -> tuple[Array, Array]:
-    """How many rows are like each row of a product (…, rows, 1), and columns like each column (…, 1, columns).
+def like_columns(product: Array) -> Array:
+    """How many columns are like each column of a product of two matrices, (…, 1, columns).
 
     Equal numbers are rounded equally: their errors add up where those of different ones average out. Equal queries,
-    repeated tokens and padding make them. Two rows are called equal if a random projection of them is, to float32's
-    eps; if a tile's rows are, those of the other tiles are taken to be.
+    repeated tokens and padding make them. Two columns are called equal if a random projection of them is, to float32's
+    eps.
     """
-    rows, columns = product.shape[-2:]
-    draw = np.random.default_rng(0).standard_normal
-    like_rows = _repetitions(product, draw(columns))
-    like_rows = np.where(like_rows > 1, like_rows * query_length / max(1, rows), 1.0)
-    return like_rows[..., None], _repetitions(product.mT, draw(rows))[..., None, :]
+    direction = np.random.default_rng(0).standard_normal(product.shape[-2])
+    return _repetitions(product.mT, direction)[..., None, :]
+
+
+def like_rows(product: Array, query_length: int) -> Array:
+    """How many rows are like each row, (…, rows, 1): where a tile's rows are, those of other tiles are taken to be."""
+    direction = np.random.default_rng(0).standard_normal(product.shape[-1])
+    repetitions = _repetitions(product, direction)
+    of_all = repetitions * query_length / max(1, product.shape[-2])
+    return np.where(repetitions > 1, of_all, 1.0)[..., None]
 
 
 def _repetitions(vectors: Array, direction: Array) -> Array:

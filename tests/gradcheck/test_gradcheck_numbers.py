@@ -8,8 +8,9 @@ from scipy.differentiate import derivative
 from smooth_functions import draw
 
 from numpy_sdpa.gradcheck import check_adjoint, check_jvp, check_taylor, check_vjp
+from numpy_sdpa.gradcheck._arrays import random_direction
 from numpy_sdpa.gradcheck._fits import _TIMES, _fit
-from numpy_sdpa.gradcheck._quotients import NOISE_TIMES, noise_of, stencil
+from numpy_sdpa.gradcheck._quotients import _BETWEEN, NOISE_TIMES, noise_of, stencil
 
 CASES = 20
 
@@ -115,18 +116,64 @@ def test_entries_of_very_different_size():
     assert check_vjp(np.log, lambda g, x: g / x, (x,)).passed
 
 
-@pytest.mark.parametrize("frequency", [3e2, 1e4, 1e5, 1e6])
-def test_steps_far_too_large_for_a_function_never_make_its_gradient_wrong(frequency):
-    x = np.random.default_rng(0).normal(size=5)
-    report = check_vjp(
-        lambda x: np.sin(frequency * x),
-        lambda g, x: frequency * g * np.cos(frequency * x),
-        (x,),
-        raise_exception=False,
-    )
+@pytest.mark.parametrize(("dtype", "highest"), [("float64", 7), ("float32", 5)])
+def test_steps_far_too_large_for_a_function_do_not_make_its_gradient_wrong(dtype, highest):
+    """sin(ω x): the first steps are up to 10⁶ periods, and agree by chance."""
+    found = Counter()
+    for seed in range(4):
+        x = np.random.default_rng(seed).normal(size=2)
+        for exponent in np.arange(1, highest + 0.1, 0.5):
+            for scale in (1.0, 1e4):
+                frequency = np.asarray(10**exponent / (scale if seed % 2 else 1.0), dtype)
+                point = (x if seed % 2 == 0 else scale * x).astype(dtype)
+                report = check_vjp(
+                    lambda x, w=frequency: np.sin(w * x),
+                    lambda g, x, w=frequency: w * g * np.cos(w * x),
+                    (point,),
+                    raise_exception=False,
+                )
+                found[report.rows[0].verdict] += 1
+    assert found["wrong"] == 0
+    assert found["right"] > (0.9 if dtype == "float64" else 0.25) * found.total()
+
+
+@pytest.mark.parametrize("frequency", [1e5, 1e6])
+def test_one_step_far_too_large_is_not_trusted(frequency):
+    """Halvings of 0.1 pass a quotient that three of them agree on, and the next refutes."""
+    for x in np.linspace(0.1, 1, 20):
+        report = check_vjp(
+            lambda x: np.sin(frequency * x),
+            lambda g, x: frequency * g * np.cos(frequency * x),
+            (np.array(x),),
+            eps=0.1,
+            raise_exception=False,
+        )
+        assert report.rows[0].verdict == "undecided"
+
+
+def test_a_function_of_a_large_argument():
+    x = 1e8 * np.random.default_rng(0).normal(size=5)
+    report = check_vjp(np.sin, lambda g, x: g * np.cos(x), (x,), raise_exception=False)
     assert report.rows[0].verdict != "wrong"
-    report = check_vjp(np.sin, lambda g, x: g * np.cos(x), (1e8 * x,), raise_exception=False)
-    assert report.rows[0].verdict != "wrong"
+    assert check_taylor(np.sin, lambda t, x: t[0] * np.cos(x), (x,)).passed
+
+
+@pytest.mark.parametrize(("dtype", "seed"), [("bfloat16", 77), ("bfloat16", 107), ("float16", 107)])
+def test_a_misfit_in_half_precision_is_not_trusted(dtype, seed):
+    """A tanh that turns within a few spacings of its argument."""
+    pytest.importorskip("ml_dtypes")
+    case = draw(np.random.default_rng(seed), dtype)
+    for direction in ("all", "random"):
+        report = RUNS["vjp"](case, seed, direction=direction)
+        assert "wrong" not in {row.verdict for row in report.rows}
+
+
+@pytest.mark.parametrize(("dtype", "seed"), [("float64", 295), ("float64", 429), ("float32", 77), ("float32", 207)])
+def test_a_gradient_is_not_asked_for_digits_that_rounding_took(dtype, seed):
+    """1 − tanh² where tanh is 1: the complex step is exact, and no gradient in floating point can be."""
+    case = draw(np.random.default_rng(seed), dtype)
+    report = RUNS["vjp"](case, seed, method="complex")
+    assert "wrong" not in {row.verdict for row in report.rows}
 
 
 def test_a_step_of_ones_own():
@@ -142,6 +189,8 @@ def test_a_step_of_ones_own():
     assert report.rows[0].verdict == "undecided"
     report = check_taylor(function, lambda t, x: 50 * t[0] * np.cos(50 * x), (x,), eps=1e-3)
     assert report.rows[0].steps[0] == 1e-3
+    report = check_taylor(function, lambda t, x: t[0], (x,), eps=1e-300, raise_exception=False)
+    assert report.rows[0].verdict == "undecided"
     seen = []
 
     def watched(x):
@@ -170,6 +219,9 @@ def test_the_stencil_is_scipys():
         even = points.nodes[:, None] ** np.arange(2, order, 2)
         np.testing.assert_allclose(points.jump_weights @ even, 0, atol=1e-12)
         assert points.jump_weights @ points.nodes == pytest.approx(1)
+        signed = np.concatenate([points.nodes, -points.nodes])
+        for power in range(1, order + 1):
+            assert points.between_weights @ signed**power == pytest.approx(_BETWEEN**power)
 
 
 def test_the_noise_is_measured():
@@ -201,5 +253,11 @@ def test_a_quotient_evaluates_each_point_once():
     x = np.array([0.3, 0.7])
     check_jvp(function, lambda t, x: np.stack([np.cos(x), -np.sin(x), 2 * x]) * t[0], (x,))
     assert calls.pop(x.tobytes()) == 1
-    # twenty points of noise, six far ones, and 14 for each direction: SciPy's 8 and three halvings
-    assert calls.total() <= 20 + 6 + 2 * 14
+    # twenty points of noise, six far ones, and 18 for each direction: SciPy's 8, three halvings, one between
+    assert calls.total() <= 20 + 6 + 2 * 18
+
+
+def test_no_component_of_a_direction_is_near_zero():
+    direction = random_direction(np.random.default_rng(0), 10000)
+    assert np.min(np.abs(direction)) >= 0.5
+    assert abs(np.mean(direction)) < 0.05

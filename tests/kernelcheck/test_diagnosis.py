@@ -5,6 +5,8 @@ import pytest
 import wrong_kernels
 
 from numpy_sdpa.kernelcheck import compare
+from numpy_sdpa.kernelcheck.mistakes import MISTAKES
+from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS
 
 RNG_SEED = 20
 
@@ -121,9 +123,13 @@ PLANTED = [
     ("layout-swapped", "output", {}),
     ("layout-swapped", "memory", {}),
     ("layout-swapped", "inputs", {}),
+    ("layout-swapped", "heads", SQUARE),
     ("fully-masked-mean", "", EMPTY),
     ("fully-masked-mean", "-1e4", EMPTY),
     ("fully-masked-mean", "-3e38", EMPTY),
+    *[("fully-masked-mean", f"added,{fill}", EMPTY) for fill in ("-1e4", "-1e6", "-1e9")],
+    ("fully-masked-mean", "", EMPTY | CAUSAL),
+    ("fully-masked-mean", "", EMPTY | BIAS),
     ("fully-masked-nan", "", EMPTY),
     ("row-dot-missing", "", {}),
     ("grad-query-key-swapped", "", SQUARE),
@@ -148,6 +154,22 @@ PLANTED = [
     ("causal-ignored-in-backward", "", CAUSAL),
     ("lse-gradient-ignored", "", {"grad_lse": normal(2, 4, 9)}),
 ]
+
+
+def test_every_mistake_is_planted():
+    assert {mistake for mistake, _, _ in PLANTED} == set(MISTAKES)
+    assert set(MISTAKES) | {HALF_PRECISION_SUMS} == set(IDS.split(", "))
+
+
+IDS = (
+    "scale-missing, scale-by-d, scale-from-value-size, mask-inverted, mask-ignored, mask-as-bias, causal-ignored, "
+    "causal-alignment, causal-strict, window-off-by-one, window-ignored, gqa-tiled, softcap-ignored, "
+    "softcap-after-mask, bias-ignored, bias-before-softcap, alibi-ignored, alibi-sign, sinks-ignored, "
+    "sinks-ignored-in-lse, dropout-not-rescaled, lse-base-2, softmax-wrong-axis, layout-swapped, fully-masked-mean, fully-masked-nan, "
+    "row-dot-missing, grad-query-key-swapped, scale-missing-in-backward, scale-twice-in-backward, "
+    "softcap-derivative-missing, group-sum-missing, broadcast-sum-missing, grad-value-undropped, grad-bias-scaled, "
+    "grad-sinks-sign, causal-ignored-in-backward, lse-gradient-ignored, half-precision-sums"
+)
 
 
 def identifier(planted):
@@ -242,6 +264,47 @@ def test_a_forward_and_a_backward_mistake_at_once(planted, extra, dtype):
     assert {entry.partition(":")[0] for entry in planted} <= named, str(report)
     wrong = {name for name, array in report.arrays.items() if not array.passed}
     assert wrong == {name for diagnosis in report.diagnosis for name in diagnosis.explains}, str(report)
+
+
+@pytest.mark.parametrize(("planted", "extra"), TWO, ids=lambda value: "+".join(sorted(value)))
+def test_gradients_alone_tell_as_well(planted, extra):
+    """Without output and lse: either mistake by itself, and where one leaves a gradient as it is, both."""
+    arrays, options = problem(**extra)
+    for wrong in planted:
+        results = wrong_kernels.run(arrays, options, {wrong})
+        gradients = {name: array for name, array in results.items() if name.startswith("grad_")}
+        report = compare({**arrays, **gradients}, **options)
+        if not report.passed:
+            assert wrong.partition(":")[0] in first_ties(report), str(report)
+
+
+def test_two_mistakes_in_gradients_alone():
+    arrays, options = problem(**CAUSAL)
+    results = wrong_kernels.run(arrays, options, {"causal-strict", "row-dot-missing"})
+    gradients = {name: array for name, array in results.items() if name.startswith("grad_")}
+    report = compare({**arrays, **gradients}, **options)
+    assert {"causal-strict", "row-dot-missing"} <= {diagnosis.mistake for diagnosis in report.diagnosis}, str(report)
+
+
+@pytest.mark.parametrize("keep", ["output", "lse", "grad_query", "grad_key", "grad_value"])
+def test_one_array_is_enough(keep):
+    arrays, options = problem(**CAUSAL)
+    results = wrong_kernels.run(arrays, options, {"causal-strict"})
+    report = compare({**arrays, keep: results[keep]}, **options)
+    assert "causal-strict" in first_ties(report), str(report)
+
+
+def test_ties_stand_together_in_the_order_of_the_table():
+    """With one query the causal rule and its strict form hide the same keys but one, and with S = 1 …"""
+    arrays, options = problem(L=1, S=1, window=(0, 0), is_causal=True)
+    results = wrong_kernels.run(arrays, options, {"causal-strict"})
+    report = compare({**arrays, **results}, **options)
+    ties = first_ties(report)
+    assert "causal-strict" in ties
+    assert len(ties) > 1
+    order = list(MISTAKES)
+    assert ties == sorted(ties, key=order.index)
+    assert "or, with the same numbers here, " in str(report)
 
 
 def half_sum_kernel(arrays, dtype, block):

@@ -26,6 +26,9 @@ class Kernel:
         self.compute = np.float64 if self.dtype == np.float64 else np.float32
         self.forms = {entry.partition(":")[0]: entry.partition(":")[2] for entry in wrong}
         self.q, self.k, self.v = (arrays[name].astype(self.compute) for name in ("query", "key", "value"))
+        if self.has("layout-swapped") == "heads":  # (B, L, H, E) is what this kernel expects
+            self.q, self.k, self.v = (x.swapaxes(1, 2) for x in (self.q, self.k, self.v))
+            self.arrays = {**arrays, "grad_output": arrays["grad_output"].swapaxes(1, 2)}
         if self.has("layout-swapped") == "inputs":
             self.q, self.k, self.v = (
                 x.reshape(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(0, 2, 1, 3)
@@ -171,7 +174,7 @@ class Kernel:
             return scores, np.where(seen, cap * np.tanh((scores + added) / self.compute(cap)), -np.inf)
         return scores, np.where(seen, self.compute(cap) * np.tanh(scores / self.compute(cap)) + added, -np.inf)
 
-    def softmax(self, logits, seen):
+    def softmax(self, logits, seen, unmasked):
         """Weights, and lse as the kernel gives it."""
         if self.has("softmax-wrong-axis") is not None:
             axis = {"queries": -2, "heads": 1, "batch": 0}[self.has("softmax-wrong-axis")]
@@ -180,8 +183,9 @@ class Kernel:
             total = exponentials.sum(axis=axis, keepdims=True)
             return exponentials / np.where(total == 0, 1, total), self.right_lse(logits)
         if self.has("fully-masked-mean") is not None:
-            fill = float(self.has("fully-masked-mean") or -1e9)
-            logits = np.where(seen, logits, self.compute(fill))
+            kind, _, fill = self.has("fully-masked-mean").rpartition(",")
+            fill = self.compute(fill or -1e9)
+            logits = np.where(seen, logits, unmasked + fill if kind == "added" else fill)
         sinks = self.sinks()
         top = logits.max(axis=-1, keepdims=True)
         if sinks is not None:
@@ -226,7 +230,7 @@ class Kernel:
     def _results(self):
         seen = self.visible()
         scores, logits = self.logits(seen)
-        weights, lse = self.softmax(logits, seen)
+        weights, lse = self.softmax(logits, seen, scores + self.added())
         output = self.round(self.dropped(weights)) @ self.spread(np.where(np.isfinite(self.v), self.v, 0))
         results = {"output": output.astype(self.dtype), "lse": lse[..., 0]}
         if "grad_output" in self.arrays:
@@ -239,6 +243,10 @@ class Kernel:
         form = self.has("layout-swapped")
         if form == "output":
             results["output"] = np.ascontiguousarray(results["output"].swapaxes(1, 2))
+        if form == "heads":
+            results["lse"] = results["lse"][..., None]
+            results = {name: np.ascontiguousarray(array.swapaxes(1, 2)) for name, array in results.items()}
+            results["lse"] = results["lse"][..., 0]
         if form == "memory":
             for name in ("output", "grad_query", "grad_key", "grad_value"):
                 results[name] = np.ascontiguousarray(results[name].swapaxes(1, 2)).reshape(results[name].shape)
@@ -282,7 +290,7 @@ class Kernel:
             grad_lse = np.zeros(row_dot.shape[:-1])
         grad_lse = np.where(np.isneginf(lse), 0, grad_lse[..., None]).astype(self.compute)
         grad_logits = weights * (grad_weights - row_dot + grad_lse)
-        if self.has("fully-masked-mean") is not None:
+        if self.has("fully-masked-mean") is not None and "added" not in self.has("fully-masked-mean"):
             grad_logits = np.where(seen, grad_logits, 0)
         grad_scores = grad_logits
         grad_bias = grad_inside = grad_logits
@@ -338,7 +346,7 @@ class Kernel:
 
     def summed(self, name, gradient):
         """Over what was broadcast."""
-        if self.has("grad-query-key-swapped") is not None:
+        if self.has("grad-query-key-swapped") is not None or self.has("layout-swapped") == "heads":
             return gradient
         shape = self.arrays[name].shape
         if (

@@ -1,4 +1,4 @@
-"""The door: a call's arguments validated once, with every error text about them.
+"""A call's arguments, validated once, on entry, with every error text about them.
 
 `resolve` turns them into `Inputs` (the arrays as the caller gave them) and `Options` (everything else, checked, in the
 form that the mathematics uses). Nothing behind it validates again.
@@ -73,7 +73,7 @@ def resolve(
     with computing(xp, arrays.get("query")):
         for name, number in numbers.items():  # a Python number takes the dtype of the arrays
             arrays[name] = asarray(xp, number, getattr(arrays.get("query"), "dtype", None), arrays.get("query"))
-        return _Door(xp, dict.fromkeys(_OPTIONAL_ARRAYS) | arrays, given).resolve()
+        return _Arguments(xp, dict.fromkeys(_OPTIONAL_ARRAYS) | arrays, given).resolve()
 
 
 _OPTIONAL_ARRAYS = ("mask", "bias", "sinks", "alibi_slopes", "dropout_mask")
@@ -102,7 +102,7 @@ def described(**arrays: Array) -> str:
     return ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
 
 
-class _Door:
+class _Arguments:
     """One call's arguments on their way in. Each method checks one argument and returns it in its resolved form."""
 
     def __init__(self, xp: Namespace, arrays: dict[str, Any], given: dict[str, Any]) -> None:
@@ -314,7 +314,7 @@ class _Door:
     # integers
 
     def integers(
-        self, name: str, shape: tuple[int, ...], low: int | None = None, high: int | None = None, bound: str = ""
+        self, name: str, shape: tuple[int, ...], low: int = 0, high: int | None = None, bound: str = ""
     ) -> Array | None:
         """Integers of exactly this shape, on the device; they may come from the host whatever the module."""
         value = self.given.get(name)
@@ -387,13 +387,13 @@ class _Door:
         return self.to_batch(self.integers("query_offset", self.batch, -farthest, farthest))
 
     def window(self) -> tuple[int | None, int | None]:
-        window: Any = self.given.get("window")
+        window = self.given.get("window")
         if window is None:
             return None, None
         form = "window must be (left, right), each an int ≥ 0 or None for unbounded"
         if not isinstance(window, tuple | list) or len(window) != 2:
             hint = ""
-            if isinstance(window, int | np.integer) and window >= 0:
+            if isinstance(window, int | np.integer) and not isinstance(window, bool) and window >= 0:
                 hint = f": window=({window}, {window}), or ({window}, 0) under is_causal"
             raise ValueError(f"{form}{hint}; got {window!r}")
         for side in window:
@@ -542,7 +542,7 @@ def _farthest(xp: Namespace) -> int:
     return int(np.iinfo(dtype_name(default_integer(xp))).max) // 4
 
 
-def _out_of_range(name: str, low: int | None, high: int | None, bound: str, least: Any, most: Any) -> str:
+def _out_of_range(name: str, low: int, high: int | None, bound: str, least: Any, most: Any) -> str:
     came = str(int(least)) if least == most else f"{int(least)} … {int(most)}"
     return f"{name} must lie in {low} … {high}{bound}, got {came}"
 
