@@ -31,7 +31,7 @@ _NOISE_DEGREE = 4  # 20 points less 5 coefficients: 15 degrees of freedom
 # Where a quotient's polynomial is tried: between two of its points, where no period that they share leads.
 # Its error there, per step, is 1.4 times the slope's at order 8, of which SciPy's estimate is 256 times.
 _BETWEEN = 0.3717
-# Rough: scatter beyond what thirty roundings explain, and more than a part of what the function changes by. At
+# Rough: scatter beyond what thirty roundings explain, and more than a part of the function's change. At
 # 1e-3 a quotient is uncertain by a tenth of its slope or more.
 _ROUGH_ROUNDINGS = 30.0
 _ROUGH_PART = 1e-3
