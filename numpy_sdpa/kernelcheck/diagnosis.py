@@ -72,7 +72,10 @@ def diagnose(
     """
     if not wrong:
         return ()
-    with np.errstate(all="ignore"):
+    from threadpoolctl import threadpool_limits
+
+    # Hundreds of small products: on a busy machine the threads that BLAS keeps waiting cost more than they do.
+    with np.errstate(all="ignore"), threadpool_limits(1, user_api="blas"):
         return tuple(_Diagnoser(gold, wrong, badness, sensitivity).diagnose())
 
 
