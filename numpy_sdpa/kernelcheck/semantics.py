@@ -52,7 +52,7 @@ SYSTEMS = {
             alignment_with_key_lengths="upper_left",
             empty_rows="zero",
             lse_of_empty_rows=-math.inf,
-            mask="True attends; numbers are a bias",
+            mask="True attends; numbers go in bias=",
             window="(left, right), both ends inside",
             softcap="before ALiBi and bias",
             grouped_heads="h reads h // group, with enable_gqa",
