@@ -4,17 +4,16 @@
     python scripts/mutation.py --list               what would be changed
     python scripts/mutation.py --only steps:17      one mutant by its number, as --list shows it
 
-Each operator, constant, comparison and sign of MODULES is changed by itself, in a process of its own that imports the
-changed module in place of the true one and runs TESTS in order until one fails. A mutant that no test kills is a
-survivor. `mutation_survivors.toml` says of each known one why it changes nothing that can be seen; a survivor that is
-not there makes the exit code 1. docs/testing.md has the figures.
+Each operator, constant, comparison and sign of MODULES is changed by itself. The tests are collected once; then every
+mutant has a forked process, in which the functions of its module get the changed code, and the tests run in order until
+one fails. A mutant that no test kills is a survivor. `mutation_survivors.toml` says of each known one why it changes
+nothing that can be seen; a survivor that is not there makes the exit code 1. docs/testing.md has the figures.
 """
 
 import argparse
 import ast
 import copy
-import importlib.abc
-import importlib.util
+import importlib
 import json
 import multiprocessing
 import os
@@ -22,10 +21,16 @@ import signal
 import sys
 import time
 import tomllib
+import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read when NumPy is imported: every process has one core
+
+import pytest
+from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPLANATIONS = Path(__file__).with_name("mutation_survivors.toml")
@@ -217,67 +222,98 @@ def mutants_of(module: str) -> list[Mutant]:
 # -- one mutant --------------------------------------------------------------------------------------------------------
 
 
-class OneChanged(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module of the package changed in one place."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant = mutant
-
-    def find_spec(self, name, path=None, target=None):
-        if name == f"numpy_sdpa.{self.mutant.module}":
-            return importlib.util.spec_from_loader(name, self, origin=str(path_of(self.mutant.module)))
-        return None
-
-    def exec_module(self, module) -> None:
-        path = path_of(self.mutant.module)
-        tree = Mutator(self.mutant.module, self.mutant.number).visit(ast.parse(path.read_text(encoding="utf-8")))
-        exec(compile(ast.fix_missing_locations(tree), str(path), "exec"), module.__dict__)
-
-
-class FirstFailure:
-    """A pytest plugin that remembers what failed first."""
-
-    name: str | None = None
-
-    def pytest_runtest_logreport(self, report) -> None:
-        if report.failed and self.name is None:
-            self.name = report.nodeid
-
-    def pytest_collectreport(self, report) -> None:
-        if report.failed and self.name is None:
-            self.name = f"{report.nodeid} (import)"
+def put_in_place(mutant: Mutant) -> None:
+    """Give the functions of the imported module the code of the changed one, and the module its constants."""
+    path = path_of(mutant.module)
+    tree = Mutator(mutant.module, mutant.number).visit(ast.parse(path.read_text(encoding="utf-8")))
+    true = importlib.import_module(f"numpy_sdpa.{mutant.module}")
+    changed = types.ModuleType(true.__name__)
+    changed.__file__ = str(path)
+    sys.modules[true.__name__] = changed  # classes look their module up there
+    exec(compile(ast.fix_missing_locations(tree), str(path), "exec"), changed.__dict__)
+    sys.modules[true.__name__] = true
+    _replace_code(vars(true), vars(changed), true.__name__)
+    for name, value in vars(changed).items():
+        if isinstance(value, int | float | tuple):
+            setattr(true, name, value)
 
 
-def run_tests(groups: list[tuple[str, ...]]) -> str | None:
+def _replace_code(true: Mapping[str, Any], changed: Mapping[str, Any], module: str) -> None:
+    for name, new in changed.items():
+        old = true.get(name)
+        if isinstance(new, property):
+            old, new = old.fget, new.fget
+        if getattr(new, "__module__", None) != module:
+            continue
+        if isinstance(new, types.FunctionType):
+            old.__code__, old.__defaults__ = new.__code__, new.__defaults__
+        elif isinstance(new, type):
+            _replace_code(vars(old), vars(new), module)
+
+
+def first_failure(items: list[pytest.Item]) -> str | None:
     """The first test that fails, or None."""
-    import pytest
-
-    for tests in groups:
-        failure = FirstFailure()
-        arguments = [*(f"tests/{test}" for test in tests), "-x", "-q", "-k", NOT_THESE, "-p", "no:cacheprovider"]
-        code = pytest.main(
-            [*arguments, "--tb=no", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"], [failure]
-        )
-        if code != pytest.ExitCode.OK:
-            return failure.name or f"{tests}: {code!r}"
+    for item in items:
+        if any(report.failed for report in runtestprotocol(item, log=False)):
+            return item.nodeid
     return None
 
 
+class Session:
+    """A pytest plugin: in place of running the collected tests once, run them on every mutant."""
+
+    def __init__(self, mutants: list[Mutant], workers: int) -> None:
+        self.mutants, self.workers = mutants, workers
+        self.items: list[pytest.Item] = []
+        self.outcomes: list[Outcome] = []
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        global THE_SESSION
+        THE_SESSION = self
+        self.items = session.items
+        with multiprocessing.get_context("fork").Pool(self.workers, maxtasksperchild=1) as pool:
+            self.outcomes += pool.map(judge, [None])
+            if self.outcomes[0].killed_by is None:
+                for outcome in pool.imap_unordered(judge, self.mutants, chunksize=1):
+                    self.outcomes.append(outcome)
+                    print(f"\r{len(self.outcomes) - 1} of {len(self.mutants)}", end="", file=sys.stderr, flush=True)
+        return True
+
+    def items_for(self, mutant: Mutant | None) -> list[pytest.Item]:
+        """One of each kind, then the tests of the mutant's own room, then the rest; all of them without a mutant."""
+        others = {test for tests in MODULES.values() for test in tests}
+        if mutant is not None:
+            others -= set(MODULES[mutant.module])
+
+        def order(item: pytest.Item) -> tuple[int, int]:
+            file, _, test = item.nodeid.removeprefix("tests/").partition("::")
+            if f"{file}::{test}" in ONE_OF_EACH_KIND:
+                return 0, 0
+            return (1, TESTS.index(file)) if file in TESTS else (0, 1)
+
+        chosen = [item for item in self.items if mutant is None or item.path.name not in others]
+        return sorted(chosen, key=order)
+
+
+THE_SESSION: Session  # what a forked process finds
+
+
 def judge(mutant: Mutant | None) -> Outcome:
-    """In a forked process: import the package with the change, and run the tests."""
+    """In a forked process: change the package, and run the tests."""
     start = time.process_time()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    groups = [*filter(None, MODULES.values()), ONE_OF_EACH_KIND, *((test,) for test in TESTS)]
-    if mutant is not None:
-        sys.meta_path.insert(0, OneChanged(mutant))
-        groups = [group for group in groups if group not in MODULES.values() or group == MODULES[mutant.module]]
 
     def out_of_time(*_):
         raise TimeoutError(f"{TIME_LIMIT} s of the processor")
 
     signal.signal(signal.SIGPROF, out_of_time)
     signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
-    killed_by = run_tests(groups)
+    killed_by = None
+    if mutant is not None:
+        try:
+            put_in_place(mutant)
+        except Exception as error:
+            killed_by = f"{mutant.module} cannot be imported: {error!r}"
+    killed_by = killed_by or first_failure(THE_SESSION.items_for(mutant))
     signal.setitimer(signal.ITIMER_PROF, 0)
     return Outcome(mutant, killed_by, time.process_time() - start)
 
@@ -291,22 +327,6 @@ def explanations() -> dict[str, str]:
         return {}
     listed = tomllib.loads(EXPLANATIONS.read_text(encoding="utf-8"))["survivor"]
     return {mutant: entry["why"] for entry in listed for mutant in entry["mutants"]}
-
-
-def prepare() -> None:
-    """What every child needs, imported once before the forks; the package itself is not."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # set before NumPy is imported: a child runs on one core
-    os.chdir(ROOT)
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    import cases  # noqa: F401
-    import hypothesis  # noqa: F401
-    import loops  # noqa: F401
-    import ml_dtypes  # noqa: F401
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import scipy.stats  # noqa: F401
-
-    assert "numpy_sdpa" not in sys.modules
 
 
 def main() -> int:
@@ -325,17 +345,22 @@ def main() -> int:
             print(f"{mutant.name:>20}  line {mutant.line:>3}  {mutant}")
         return 0
 
-    prepare()
     start = time.perf_counter()
-    with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=1) as pool:
-        [unchanged] = pool.map(judge, [None])
-        if unchanged.killed_by is not None:
-            print(f"a test fails without any change: {unchanged.killed_by}")
-            return 2
-        outcomes = []
-        for outcome in pool.imap_unordered(judge, mutants, chunksize=1):
-            outcomes.append(outcome)
-            print(f"\r{len(outcomes)} of {len(mutants)}", end="", file=sys.stderr, flush=True)
+    session = Session(mutants, arguments.workers)
+    files = sorted({test for tests in MODULES.values() for test in tests} | set(TESTS))
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    code = pytest.main(
+        [*(f"tests/{file}" for file in files), "-q", "-k", NOT_THESE, "-p", "no:cacheprovider"], [session]
+    )
+    if not session.outcomes:
+        print(f"the tests cannot be collected: {code!r}")
+        return 2
+    unchanged, *outcomes = session.outcomes
+    if unchanged.killed_by is not None:
+        print(f"a test fails without any change: {unchanged.killed_by}")
+        return 2
+    print(f"\nall tests take {unchanged.seconds:.0f} s of a processor")
     return report(outcomes, time.perf_counter() - start, arguments.json)
 
 
