@@ -162,13 +162,14 @@ def test_every_mistake_is_planted():
 
 
 IDS = (
-    "scale-missing, scale-by-d, scale-from-value-size, mask-inverted, mask-ignored, mask-as-bias, causal-ignored, "
-    "causal-alignment, causal-strict, window-off-by-one, window-ignored, gqa-tiled, softcap-ignored, "
-    "softcap-after-mask, bias-ignored, bias-before-softcap, alibi-ignored, alibi-sign, sinks-ignored, "
-    "sinks-ignored-in-lse, dropout-not-rescaled, lse-base-2, softmax-wrong-axis, layout-swapped, fully-masked-mean, fully-masked-nan, "
-    "row-dot-missing, grad-query-key-swapped, scale-missing-in-backward, scale-twice-in-backward, "
-    "softcap-derivative-missing, group-sum-missing, broadcast-sum-missing, grad-value-undropped, grad-bias-scaled, "
-    "grad-sinks-sign, causal-ignored-in-backward, lse-gradient-ignored, half-precision-sums"
+    "scale-missing, scale-by-d, scale-from-value-size, mask-inverted, mask-ignored, mask-as-bias, "
+    "causal-ignored, causal-alignment, causal-strict, window-off-by-one, window-ignored, gqa-tiled, "
+    "softcap-ignored, softcap-after-mask, bias-ignored, bias-before-softcap, alibi-ignored, alibi-sign, "
+    "sinks-ignored, sinks-ignored-in-lse, dropout-not-rescaled, lse-base-2, softmax-wrong-axis, "
+    "layout-swapped, fully-masked-mean, fully-masked-nan, row-dot-missing, grad-query-key-swapped, "
+    "scale-missing-in-backward, scale-twice-in-backward, softcap-derivative-missing, group-sum-missing, "
+    "broadcast-sum-missing, grad-value-undropped, grad-bias-scaled, grad-sinks-sign, "
+    "causal-ignored-in-backward, lse-gradient-ignored, half-precision-sums"
 )
 
 
