@@ -8,7 +8,7 @@ from typing import Any
 from numpy_sdpa.kernelcheck.cases import feature_sets, make_case
 from numpy_sdpa.kernelcheck.comparison import compare
 from numpy_sdpa.kernelcheck.problem import RESULTS
-from numpy_sdpa.kernelcheck.report import KernelReport
+from numpy_sdpa.kernelcheck.report import Diagnosis, KernelReport
 from numpy_sdpa.kernelcheck.semantics import system
 
 _SHOWN = 12  # wrong cases in the printed summary
@@ -53,10 +53,17 @@ class CheckReport:
     passed : bool
         Every case that was not skipped is right, and there is one.
     cases : tuple of `CaseReport`
+    diagnosis : tuple of `Diagnosis`
+    mistakes : Counter of ids
     """
 
     passed: bool
     cases: tuple[CaseReport, ...]
+
+    @property
+    def diagnosis(self) -> tuple[Diagnosis, ...]:
+        """Of the first wrong case that has a report."""
+        return next((case.report.diagnosis for case in self.cases if case.report and not case.passed), ())
 
     @property
     def mistakes(self) -> Counter[str]:

@@ -16,12 +16,13 @@ from numpy_sdpa.kernelcheck.half_sums import explained_by_half_sums
 from numpy_sdpa.kernelcheck.problem import FORWARD, GRADIENTS, Array
 from numpy_sdpa.kernelcheck.registry import MISTAKES, Mistake
 from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS, Diagnosis
-from numpy_sdpa.kernelcheck.sample import Key, Sample, Strips, Whole
+from numpy_sdpa.kernelcheck.sample import Key, Rest, Sample, Strips, Whole
 
 # Elements of the plane up to which everything is the sample (one mistake takes a millisecond), and up to which
 # everything confirms.
 _TRY_WHOLE = 2**13
 _CONFIRM_WHOLE = 2**20
+_TRY_ALL_AGAIN = 2**17  # on everything, where strips do not show what is wrong: some seconds
 
 # What rounding may leave between a wrong kernel and the mistake that it made, relative (Frobenius): the arrays of a
 # wrong kernel carry errors like those of a right one, but their size is that of other numbers.
@@ -102,8 +103,11 @@ class _Diagnoser:
             sample = strips = Strips(self.results, self.badness)
             second = whole if size <= _CONFIRM_WHOLE else Strips(self.results, self.badness, earlier=strips)
             chosen = self._confirmed(self._chosen(strips, self.wrong), second)
-            if size <= _CONFIRM_WHOLE:
-                chosen += self._chosen(whole, self.wrong - explained(chosen))
+            unexplained = self.wrong - explained(chosen)
+            if unexplained and size <= _CONFIRM_WHOLE:
+                # everything again only for what the strips cannot show at all
+                everything = size <= _TRY_ALL_AGAIN and not unexplained <= set(strips.given)
+                chosen += self._chosen(whole if everything else Rest(self.results), unexplained)
         unexplained = self.wrong - explained(chosen)
         diagnoses = named(best(chosen, self.wrong))
         errors = explained_by_half_sums(sample, unexplained, self.problem.dtype) if unexplained else None
@@ -123,7 +127,8 @@ class _Diagnoser:
             chosen = best(tried, forward, each_form=bool(gradients))
         if not gradients:
             return chosen
-        chosen = best([self._with_backward(explanation, sample) for explanation in chosen], wrong)
+        chosen = [self._with_backward(explanation, sample) for explanation in chosen]
+        chosen = best(chosen, wrong, each_form=isinstance(sample, Strips))
         bases = [explanation.candidate.forward for explanation in chosen if explanation.candidate.forward]
         for base in [*dict.fromkeys(bases), ()]:
             chosen += self._backward_over(base, sample, gradients - explained(chosen))
@@ -139,7 +144,8 @@ class _Diagnoser:
         candidates = list(_backward_candidates(sample, base))
         if not base:
             candidates += _forward_mistakes_in_backward(sample)
-        found = best(self._tried(candidates, sample, GRADIENTS), wrong)
+        # forms that strips do not tell apart may be told apart by what strips do not show
+        found = best(self._tried(candidates, sample, GRADIENTS), wrong, each_form=isinstance(sample, Strips))
         # what the base explains alone is not the backward mistake's
         return [Explanation(e.candidate, {n: r for n, r in e.residuals.items() if n in wrong}) for e in found]
 

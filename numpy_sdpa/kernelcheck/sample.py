@@ -169,6 +169,13 @@ class Whole(Sample):
         return results
 
 
+class Rest(Whole):
+    """Every entry, for those mistakes that strips cannot show."""
+
+    def can_try(self, change: Change) -> bool:
+        return change.whole
+
+
 class Strips(Sample):
     """Some rows and some columns of one batch element: around the worst ones, and spread over the rest.
 

@@ -94,6 +94,7 @@ def test_a_wrong_kernel_is_named_over_all_cases():
     assert not report.passed
     assert [case.name for case in report.cases if not case.passed] == ["causal, float32", "causal + window, float32"]
     assert report.mistakes == {"causal-strict": 2}
+    assert report.diagnosis[0].mistake == "causal-strict"
     text = str(report)
     assert "4 cases run, 2 wrong, 3 skipped" in text
     assert "skipped 3: no bias" in text

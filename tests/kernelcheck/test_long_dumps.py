@@ -74,3 +74,15 @@ def test_strips_have_the_worst_place_and_are_spread():
     others = np.concatenate([np.arange(strip.start, strip.stop) for strip in second])
     assert 777 not in others
     assert strips_of(np.zeros(10), 64, ()) == (slice(0, 10),)
+
+
+def test_what_strips_do_not_show_is_found_where_everything_is_small_enough():
+    """Gradients of sinks are sums over all rows; a softmax over the queries is no matter of some rows."""
+    arrays, options = long_dump(["sinks"], {"row-dot-missing"}, length=160)
+    report = compare(arrays, **options)
+    assert report.diagnosis[0].mistake == "row-dot-missing"
+    assert "grad_sinks" in report.diagnosis[0].explains, str(report)
+    arrays, options = long_dump([], {"softmax-wrong-axis:queries"}, length=160)
+    report = compare(arrays, **options)
+    assert report.diagnosis[0].mistake == "softmax-wrong-axis", str(report)
+    assert set(report.diagnosis[0].explains) == {"output", "grad_query", "grad_key", "grad_value"}
