@@ -170,7 +170,8 @@ def test_an_error_in_the_engine_leaves_blas_as_it_was(two_blas_threads, monkeypa
 
 
 INTERRUPTED = """
-import threading, time, numpy as np, numpy_sdpa, threadpoolctl
+import signal, threading, time, numpy as np, numpy_sdpa, threadpoolctl
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start what runs in the background without it
 rng = np.random.default_rng(0)
 query = rng.standard_normal((2, 40000, 64), np.float32)
 numpy_sdpa.attention(*query[None, :, :600].repeat(3, axis=0), method="blockwise")
