@@ -4,6 +4,9 @@
 
 Prints, for each dtype and array, how many arrays were judged and how many called wrong, the largest |error| / σ, the
 largest ‖error‖ / bound, and how sensitive the verdict was. docs/tolerance.md has a run's result.
+
+torch's flash kernel on the CPU adds the gradients of its blocks in the half type, which is no right sum: in half types
+its gradients have rows of their own, and are not counted among the right ones.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from numpy_sdpa.visibility import whole_plane
 
 Array = np.ndarray
 GRADIENTS = ("query", "key", "value", "bias", "sinks", "alibi_slopes")
+SUMS_IN_HALF = "torch flash"
 
 
 @dataclass(frozen=True)
@@ -270,7 +274,10 @@ def torch_kernels(problem: Problem, gold: Golden) -> Iterator[tuple[str, dict[st
             output = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=scale)
         gradients = torch.autograd.grad(output, leaves, tensor(problem.grad_output))
         named = zip(("output", "grad_query", "grad_key", "grad_value"), (output, *gradients), strict=True)
-        yield f"torch {backend.name.lower()}", {name: array.detach().double().numpy() for name, array in named}
+        yield (
+            f"torch {backend.name.lower().removesuffix('_attention')}",
+            {name: array.detach().double().numpy() for name, array in named},
+        )
 
 
 # The judgement
@@ -329,6 +336,7 @@ def judge(got: Array, gold: Array, sigma: Array, dtype: str, array_dtype: str) -
 
 
 def study(problems: Iterator[Problem], with_torch: bool, log: Any) -> dict[str, Tally]:
+    """By array; `log` gets a line for each right array that is called wrong."""
     tallies: dict[str, Tally] = defaultdict(Tally)
     for number, problem in enumerate(problems):
         gold = golden(problem)
@@ -345,7 +353,10 @@ def study(problems: Iterator[Problem], with_torch: bool, log: Any) -> dict[str, 
                 for kernel, arrays in results
                 if name in arrays
             }
-            tallies[name].add(verdicts, tolerance.sensitivity(sigma[name], problem.dtype, dtype, array))
+            sensitivity = tolerance.sensitivity(sigma[name], problem.dtype, dtype, array)
+            if problem.dtype != "float32" and name.startswith("grad_") and SUMS_IN_HALF in verdicts:
+                tallies[f"{name} of {SUMS_IN_HALF}"].add({SUMS_IN_HALF: verdicts.pop(SUMS_IN_HALF)}, sensitivity)
+            tallies[name].add(verdicts, sensitivity)
             for kernel, verdict in verdicts.items():
                 if verdict.is_wrong:
                     what = f"{problem.dtype} problem {number}, {problem}: {name} of {kernel}: {verdict}"
@@ -379,7 +390,7 @@ def main() -> int:
         seeds = range(arguments.first_seed, arguments.first_seed + arguments.problems)
         tallies = study((draw_problem(seed, dtype) for seed in seeds), not arguments.no_torch, sys.stderr)
         print(table(dtype, tallies), flush=True)
-        wrong += sum(tally.wrong for tally in tallies.values())
+        wrong += sum(tally.wrong for name, tally in tallies.items() if SUMS_IN_HALF not in name)
     return 1 if wrong else 0
 
 

@@ -15,7 +15,7 @@ from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import sum_heads, sum_to_shape
 from numpy_sdpa.kernelcheck.precision import Precision
 from numpy_sdpa.kernelcheck.rounding import Backward, Entries, Forward, Problem, near_zero, partial_sums, sum_in_order
-from numpy_sdpa.kernelcheck.sums import RunningSum, drift, log_spread, parts_of, stored_alike, summed_in_parts
+from numpy_sdpa.kernelcheck.sums import RunningSum, parts_of, stored_alike, summed_in_parts, weights_drift
 
 
 class Gradient(Protocol):
@@ -142,7 +142,7 @@ class GradValue:
         precision, dropped = self._precision, tile.dropped
         own = (tile.exponential + tile.lse + tile.stored) * tile.like_rows * dropped**2
         own = own + near_zero(dropped, precision)
-        share = drift(log_spread(tile.weights, tile.log_weights, -2), self._sum.count, precision)
+        share = weights_drift(tile.weights, tile.log_weights, -2, self._sum.count, precision)
         alike = np.sqrt(share + stored_alike(tile.weights, tile.log_weights, -2, precision))
         small = np.maximum(precision.vanishing * np.sum(dropped, axis=-2, keepdims=True), precision.vanished)
         lost = np.where(dropped < small, dropped, 0.0) / precision.rounding

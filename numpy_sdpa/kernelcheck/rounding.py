@@ -17,14 +17,13 @@ from numpy_sdpa.chain import Differentiable, View
 from numpy_sdpa.kernelcheck.precision import Precision
 from numpy_sdpa.kernelcheck.sums import (
     RunningSum,
-    drift,
     like_columns,
     like_rows,
-    log_spread,
     parts_of,
     stored_alike,
     sum_variance,
     summed_in_parts,
+    weights_drift,
 )
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
 from numpy_sdpa.visibility import Tile, key_positions, query_positions
@@ -224,7 +223,7 @@ def row_variances(
     lost = np.sum(np.where(weights < precision.vanishing, weights, 0.0), axis=-1, keepdims=True)
     return RowVariances(
         additions=(count + repeated) / 3 + 1 + (lost / precision.rounding) ** 2,
-        drift=drift(log_spread(weights, log_weights, -1), like_terms, precision),
+        drift=weights_drift(weights, log_weights, -1, count, precision),
         against_sink=sink.weight**2 * np.sum(weights * shared, axis=-1, keepdims=True) / seen,
     )
 

@@ -3,6 +3,8 @@
 Variances are in units of `Precision.rounding` squared. docs/tolerance.md derives them under the functions' names.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from numpy_sdpa._internal.namespace import Array
@@ -32,33 +34,50 @@ def drift(spread: Array, count: Array | float, precision: Precision) -> Array:
     return count**2 / 9 * _share(spread, count * precision.vanishing)
 
 
+def weights_drift(weights: Array, log_weights: Array, axis: int, count: Array | float, precision: Precision) -> Array:
+    """`drift` of sums of `count` weights along an axis, whether all of them are alike or only many of them.
+
+    What an addition rounds depends on the term, and on nothing else as long as the sum's exponent stays: other terms in
+    between change nothing. Weights that are lost from the sum are not looked at.
+    """
+    total = np.sum(weights, axis=axis, keepdims=True)
+    others = np.maximum(np.sum(weights > 0, axis=axis, keepdims=True) - 1, 1)
+    counted = weights > precision.vanishing * total
+    part = 0.0
+    for alike in _alike(log_weights, counted, axis, count * precision.vanishing):
+        like_it = np.maximum(np.sum(alike, axis=axis, keepdims=True) - 1, 0)
+        part = part + (like_it / others) ** 2
+    return count**2 / 9 * np.minimum(part, 1)
+
+
 def stored_alike(weights: Array, log_weights: Array, axis: int, precision: Precision) -> Array:
     """Relative variance of a sum over weights along an axis, from roundings to the half type that are equal.
 
-    Weights that differ by less than the type's eps round alike. The largest ones and the smallest are looked at: all
-    weights of an even row; that of the first key and those of all others; the two sides of a saturated softcap.
+    Weights that differ by less than the type's eps round alike.
     """
-    if not precision.half or weights.size == 0:
-        return np.zeros_like(np.sum(weights, axis=axis, keepdims=True))
     total = np.maximum(np.sum(weights, axis=axis, keepdims=True), _TINY)
+    if not precision.half:
+        return np.zeros_like(total)
     share = np.zeros_like(total)
-    for least, of in ((-np.inf, np.max), (np.inf, np.min)):
-        distance = log_weights - of(np.where(weights > 0, log_weights, least), axis=axis, keepdims=True)
-        alike = np.where(weights > 0, weights * _share(distance**2, precision.half_eps), 0.0)
-        share = share + (np.sum(alike, axis=axis, keepdims=True) / total) ** 2
+    for alike in _alike(log_weights, weights > 0, axis, precision.half_eps):
+        share = share + (np.sum(weights * alike, axis=axis, keepdims=True) / total) ** 2
     return precision.half * np.minimum(share, 1)
+
+
+def _alike(log_weights: Array, counted: Array, axis: int, scale: Array | float) -> Iterator[Array]:
+    """How far the counted weights are like the largest of them along an axis, from 1 to 0; then, like the smallest.
+
+    That is: all weights of an even row; that of the first key and those of all others; the two sides of a saturated
+    softcap.
+    """
+    for least, of in ((-np.inf, np.max), (np.inf, np.min)):
+        extreme = of(log_weights, axis=axis, keepdims=True, initial=least, where=counted)
+        yield np.where(counted, _share((log_weights - extreme) ** 2, scale), 0.0)
 
 
 def _share(spread: Array, scale: Array | float) -> Array:
     """From 1 where terms are alike on this scale to 0 where they are not."""
     return scale**2 / np.maximum(scale**2 + np.maximum(spread, 0), _TINY)
-
-
-def log_spread(weights: Array, log_weights: Array, axis: int) -> Array:
-    """Variance of the logarithms of the weights along an axis, under these weights."""
-    total = np.maximum(np.sum(weights, axis=axis, keepdims=True), _TINY)
-    mean = np.sum(weights * log_weights, axis=axis, keepdims=True) / total
-    return np.sum(weights * (log_weights - mean) ** 2, axis=axis, keepdims=True) / total
 
 
 class RunningSum:

@@ -105,6 +105,7 @@ HARD = {
     "gradient of the sum of the outputs": lambda: draw_problem(6005, "float32"),
     "copies that are stored before their sum": lambda: draw_problem(2040, "bfloat16"),
     "underflow of weights": lambda: draw_problem(1088, "float16"),
+    "two sizes of weights under a saturated softcap": lambda: draw_problem(1250, "float16"),
 }
 
 
