@@ -79,7 +79,7 @@ def tile_of_bias(bias: Array | None, tile: Tile) -> Array | None:
     """The tile's part of the bias, at least 2-D."""
     if bias is None:
         return None
-    return slice_tile(bias[(None,) * max(0, 2 - bias.ndim) + (...,)], tile.rows, tile.columns)
+    return slice_tile(bias[(None,) * (2 - bias.ndim) + (...,)], tile.rows, tile.columns)
 
 
 # From query and key to logits: scores → softcap → ALiBi, bias → mask
@@ -236,9 +236,7 @@ def _dropout_and_mask_backward(grad_dropped: Array, view: View) -> Array:
 
 def rows_that_see(xp: Namespace, array: Array, visible: Array | None) -> Array:
     """`array` (…, rows, X) with 0 in the rows that see nothing: an upstream gradient there reaches nothing."""
-    if visible is None:
-        return array
-    return xp.where(xp.any(visible, axis=-1, keepdims=True), array, 0)
+    return array if visible is None else steps.only_where(xp, xp.any(visible, axis=-1, keepdims=True), array)
 
 
 def over_rows(xp: Namespace, grad_sinks: Array | None) -> Array | None:

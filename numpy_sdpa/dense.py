@@ -38,9 +38,9 @@ def forward(inputs: Inputs, options: Options) -> SDPAResiduals:
         capped_scores=stages.capped_scores,
         logits=stages.logits,
         weights=softmax.weights,
-        row_shift=softmax.row_shift[..., 0],
-        row_sum=softmax.row_sum[..., 0],
-        lse=softmax.lse[..., 0],
+        row_shift=xp.squeeze(softmax.row_shift, axis=-1),
+        row_sum=xp.squeeze(softmax.row_sum, axis=-1),
+        lse=xp.squeeze(softmax.lse, axis=-1),
         output=output,
         options=options,
     )
@@ -125,7 +125,7 @@ def _reaching(upstream: Upstream, residuals: SDPAResiduals, view: View) -> tuple
     if upstream.output is not None:
         grad_output = chain.rows_that_see(xp, upstream.output, visible)
     if upstream.lse is not None:
-        grad_lse = xp.where(lse == -xp.inf, 0, upstream.lse[..., None])
+        grad_lse = steps.only_where(xp, lse != -xp.inf, upstream.lse[..., None])
     if upstream.weights is not None:
         grad_weights = steps.mask_backward(xp, upstream.weights, visible)
     return grad_output, grad_lse, grad_weights

@@ -58,5 +58,5 @@ def kept_in(options: Options, tile: Tile) -> Array | None:
     word = xp.reshape(word, (*even.shape[:-1], 2 * even.shape[-1]))[..., first % 2 : first % 2 + last - first]
     threshold = round(dropout.p * 2**32)
     if threshold == 2**32:  # p = 1 keeps nothing; its threshold is no 32-bit word
-        return word < 0
+        return xp.zeros_like(word, dtype=xp.bool)
     return word >= asarray(xp, threshold, xp.uint32, like)

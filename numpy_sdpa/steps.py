@@ -19,7 +19,7 @@ docs/derivation.md derives each rule.
 
 from typing import Any, NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, Namespace, astype, dtype_kind, overwrite, real_part
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, overwrite, real_part
 from numpy_sdpa._internal.shapes import fold_groups, repeat_heads, sum_heads, unfold_groups
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -30,9 +30,14 @@ from numpy_sdpa._internal.shapes import fold_groups, repeat_heads, sum_heads, un
 # through. So non-finite entries of the other factor count as 0, and rows that do see one become NaN.
 
 
+def only_where(xp: Namespace, condition: Array, array: Array) -> Array:
+    """`array` where the condition holds, 0 elsewhere, whatever stands there: selected, never multiplied."""
+    return xp.where(condition, array, 0)
+
+
 def finite_part(xp: Namespace, array: Array, visible: Array | None) -> Array:
     """Non-finite entries replaced by 0 where a mask may hide them."""
-    return array if visible is None else xp.where(xp.isfinite(array), array, 0)
+    return array if visible is None else only_where(xp, xp.isfinite(array), array)
 
 
 def _has_non_finite(xp: Namespace, array: Array) -> Array:
@@ -164,19 +169,16 @@ def softcap_forward(xp: Namespace, scores: Array, softcap: Array) -> Array:
 
 
 def softcap_slope(xp: Namespace, scores: Array, softcap: Array) -> SoftcapSlope:
-    """u = S / s, t = tanh(u), and d = 1 − t² = 4e / (1 + e)² with e = exp(−2 |u|).
+    """u = S / s, t = tanh(u), and d = 1 − t² = 4 / (2 + e + 1/e) with e = exp(2u).
 
     The second form keeps its digits where t rounds to 1. u is clipped where d is negligible: at a score that overflowed
     u d would be ∞ · 0.
     """
     u = scores / softcap
-    if dtype_kind(xp, u.dtype) == "c":
-        magnitude = xp.where(xp.real(u) < 0, -u, u)
-    else:
-        u = xp.clip(u, -_SATURATED, _SATURATED)
-        magnitude = xp.abs(u)
-    e = xp.exp(-2 * magnitude)
-    return SoftcapSlope(u, xp.tanh(u), 4 * e / (1 + e) ** 2)
+    side = real_part(xp, u)
+    u = xp.where(xp.abs(side) > _SATURATED, _SATURATED * xp.sign(side), u)
+    e = xp.exp(2 * u)
+    return SoftcapSlope(u, xp.tanh(u), 4 / (2 + e + 1 / e))
 
 
 def softcap_backward(xp: Namespace, grad_capped: Array, scores: Array, softcap: Array) -> SoftcapGradients:
@@ -247,7 +249,7 @@ def mask_forward(xp: Namespace, logits: Array, visible: Array | None) -> Array:
 
 def mask_backward(xp: Namespace, grad_logits: Array, visible: Array | None) -> Array:
     """0 where hidden, whatever stands there. Also the rule for tangents."""
-    return grad_logits if visible is None else xp.where(visible, grad_logits, 0)
+    return grad_logits if visible is None else only_where(xp, visible, grad_logits)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -286,41 +288,41 @@ def row_maximum(xp: Namespace, logits: Array) -> Array:
 def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: Array | None) -> Softmax:
     """P = exp(Z − shift) / row_sum, row_sum = Σ exp(Z − shift) + exp(sink − shift), lse = shift + log(row_sum).
 
-    The shift (the row's maximum) cancels; it keeps every exponent at or below 0. A row without anything visible and
+    The shift (the row's maximum) cancels; it keeps every exponent at or below 0. A row of −∞, hidden or not, and
     without a sink has weights 0 and lse −∞.
     """
     row_shift = row_maximum(xp, logits)
     if sinks is not None:
         row_shift = xp.maximum(row_shift, row_maximum(xp, sinks[..., None, None]))
-    if visible is not None:
-        row_shift = xp.where(row_shift == -xp.inf, 0, row_shift)
+    row_shift = only_where(xp, row_shift != -xp.inf, row_shift)
     exponentials = overwrite(xp, xp.exp, logits - row_shift)
     row_sum = xp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         row_sum = row_sum + sink_exponential(xp, sinks, row_shift)
-    if visible is None:  # the row's largest exponential is 1: no sum is 0
-        weights = overwrite(xp, xp.divide, exponentials, row_sum)
-        return Softmax(weights, row_shift, row_sum, row_shift + xp.log(row_sum))
     weights = softmax_weights(xp, exponentials, row_sum, visible)
     return Softmax(weights, row_shift, row_sum, log_sum_exp(xp, row_shift, row_sum))
 
 
 def softmax_weights(xp: Namespace, exponentials: Array, row_sum: Array, visible: Array | None) -> Array:
     """P = exp(Z − shift) / row_sum, over `exponentials`. A row that sees a NaN is NaN where it sees, 0 elsewhere."""
-    weights = overwrite(xp, xp.divide, exponentials, xp.where(row_sum == 0, 1, row_sum))
+    weights = overwrite(xp, xp.divide, exponentials, _divisor(xp, row_sum))
     return mask_backward(xp, weights, visible)
 
 
 def log_sum_exp(xp: Namespace, row_shift: Array, row_sum: Array) -> Array:
     """lse = shift + log(row_sum), −∞ where the sum is 0."""
-    empty = row_sum == 0
-    return xp.where(empty, -xp.inf, row_shift + xp.log(xp.where(empty, 1, row_sum)))
+    return xp.where(row_sum == 0, -xp.inf, row_shift + xp.log(_divisor(xp, row_sum)))
+
+
+def _divisor(xp: Namespace, row_sum: Array) -> Array:
+    """The sum of a row; 1 for a row of nothing, whose terms are all 0."""
+    return xp.where(row_sum == 0, 1, row_sum)
 
 
 def sink_exponential(xp: Namespace, sinks: Array, row_shift: Array) -> Array:
     """exp(sink − shift); 1 for a sink of +∞, which is its own shift."""
     sinks = sinks[..., None, None]
-    return xp.exp(xp.where(real_part(xp, sinks) == xp.inf, 0, sinks - row_shift))
+    return xp.exp(only_where(xp, real_part(xp, sinks) != xp.inf, sinks - row_shift))
 
 
 def row_mean(
@@ -356,7 +358,7 @@ def sink_weight(xp: Namespace, sinks: Array | None, row_shift: Array, row_sum: A
     """p_sink = exp(sink − shift) / row_sum, (…, rows, 1). A row's sum is 0 only where the sink is −∞."""
     if sinks is None:
         return None
-    return sink_exponential(xp, sinks, row_shift) / xp.where(row_sum == 0, 1, row_sum)
+    return sink_exponential(xp, sinks, row_shift) / _divisor(xp, row_sum)
 
 
 def softmax_backward(
@@ -434,7 +436,7 @@ def dropout(xp: Namespace, weights: Array, kept: Array | None, dropout_p: float)
     """W = P / (1 − p) where kept, 0 elsewhere; p = 1 keeps nothing."""
     if kept is None:
         return weights
-    return xp.where(kept, weights * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0), 0)
+    return only_where(xp, kept, weights * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0))
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numpy_sdpa._internal.namespace import Array, arange, real_part
+from numpy_sdpa._internal.namespace import Array, arange, astype, real_part
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa._internal.shapes import slice_tile
 
@@ -51,11 +51,11 @@ def visible_in(options: Options, tile: Tile, bias: Array | None) -> Array | None
     """
     visible = None
     if tile.shape[1] == 0:  # a row without columns sees nothing, and only a mask can say so
-        visible = key_positions(options, tile.columns) < 0
+        visible = astype(key_positions(options, tile.columns), options.xp.bool)
     for rule in _rules(options, tile, bias):
         visible = rule if visible is None else visible & rule
-    if visible is None or visible.shape[-2:] == tile.shape:
-        return visible
+    if visible is None:
+        return None
     return options.xp.broadcast_to(visible, (*visible.shape[:-2], *tile.shape))
 
 
@@ -89,7 +89,7 @@ def _within(part: slice, lengths: Any) -> bool:
 
 def segments_in(options: Options, tile: Tile) -> tuple[Array, Array] | None:
     """The tile's segment ids of queries, (…, rows, 1), and of keys, (…, 1, columns)."""
-    if options.query_segments is None or options.key_segments is None:
+    if options.query_segments is None:
         return None
     return options.query_segments[..., tile.rows, :], options.key_segments[..., tile.columns]
 

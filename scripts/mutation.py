@@ -57,6 +57,7 @@ TESTS = (
     "test_against_loops.py",
     "test_numbers.py",
     "test_poison.py",
+    "test_steps.py",
 )
 # JAX compiles for seconds, on the same lines; hypothesis would shrink what it finds for minutes.
 NOT_THESE = "not jax and not random"

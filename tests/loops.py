@@ -211,8 +211,8 @@ class Attention:
         sink = self.number(-math.inf) if self.sinks is None else self.read(self.sinks, lead)
         if sink.real == math.inf:
             return Row(keys, logits, [self.number(0)] * len(keys), self.number(1), sink)
-        if not keys and sink.real == -math.inf:
-            return Row([], [], [], self.number(0), self.number(-math.inf))
+        if all(number.real == -math.inf for number in [*logits, sink]):
+            return Row(keys, logits, [self.number(0)] * len(keys), self.number(0), self.number(-math.inf))
         shift = max(number.real for number in [*logits, sink])
         exponentials = [self.math.exp(logit - shift) for logit in logits]
         sink_exponential = self.math.exp(sink - shift)

@@ -1,5 +1,7 @@
 """Every case of the grid against scalar Python loops: values, gradients, and both second-order functions."""
 
+import dataclasses
+
 import cases
 import loops
 import numpy as np
@@ -70,6 +72,14 @@ def test_first_order(case):
 
 @pytest.mark.parametrize("case", cases.ALL, ids=str)
 def test_second_order(case):
+    check_second_order(case)
+
+
+@pytest.mark.parametrize("upstream", cases.UPSTREAM)
+@pytest.mark.parametrize("name", ["bare", "GQA 6/2, most options"])
+def test_one_upstream_gradient_alone(name, upstream):
+    case = dataclasses.replace(cases.BY_NAME[name], upstream=(upstream,))
+    check_first_order(case)
     check_second_order(case)
 
 

@@ -6,6 +6,7 @@ from arrays import JAX
 from scipy import stats
 
 import numpy_sdpa
+from numpy_sdpa import dropout
 from numpy_sdpa._internal.validation import resolve
 from numpy_sdpa.dropout import kept_in, threefry
 from numpy_sdpa.visibility import Tile, whole_plane
@@ -62,6 +63,30 @@ def test_the_scheme_position_by_position(seed):
         key = threefry(words(seed % 2**32, seed // 2**32), words(batch, head))
         word = threefry(key, words(i, j // 2))[j % 2]
         assert got[batch, head, i, j] == (word[0] >= threshold)
+
+
+def test_a_word_at_the_threshold_is_kept():
+    """p = w / 2³² drops the words below w, which are w of 2³²: that makes the probability p exactly."""
+    key = threefry(words(11, 0), words(1, 2))
+    word = threefry(key, words(3, 2))[1]  # of batch 1, head 2, row 3, column 5
+    for p, is_kept in ((word[0] / 2**32, True), ((word[0] + 1) / 2**32, False)):
+        assert kept((2, 3, 4, 6), float(p), seed=11)[1, 2, 3, 5] == is_kept
+
+
+def test_no_more_words_than_the_tile_needs(monkeypatch):
+    counted = []
+
+    def counting(key, counter):
+        counted.append(np.broadcast(*counter).size)
+        return threefry(key, counter)
+
+    monkeypatch.setattr(dropout, "threefry", counting)
+    options = options_of()
+    for first in range(9):
+        for last in range(first + 1, 10):
+            counted.clear()
+            kept_in(options, Tile(slice(2, 5), slice(first, last)))
+            assert counted == [2 * 3, 3 * len({column // 2 for column in range(first, last)})]
 
 
 def test_batch_axes_are_numbered_flat():

@@ -161,6 +161,26 @@ def test_a_small_scale_prevents_overflow(dtype):
     assert all(np.isfinite(gradient).all() for gradient in gradients[:3])
 
 
+@pytest.mark.parametrize("seen", [None, [True, True, True], [True, False, True]], ids=str)
+@pytest.mark.parametrize("method", ["dense", "blockwise"])
+def test_a_row_of_nothing_but_minus_infinity_is_a_row_of_nothing(method, seen):
+    """Whatever the logits come from: a bias of −∞ on every key, and scores past the range of the dtype."""
+    query, key = np.array([[1e200, 0], [0, 1]]), np.array([[-1e200, 0], [-1e200, 1], [-1e200, 2]])
+    value = np.array([[1.0], [2.0], [4.0]])
+    output, residuals = numpy_sdpa.sdpa_forward(query, key, value, seen, method=method)
+    expected = loops.forward(query, key, value, seen)
+    assert expected.logits[0, 0] == -np.inf
+    assert output[0] == 0 == expected.output[0]
+    assert residuals.lse[0] == -np.inf == expected.lse[0]
+    assert np.isfinite(residuals.lse[1])
+    gradients = numpy_sdpa.sdpa_backward(np.array([[1.0], [0.0]]), residuals)
+    for name in ("query", "key", "value", "scale"):
+        np.testing.assert_array_equal(getattr(gradients, name), 0, err_msg=name)
+    if method == "dense":
+        np.testing.assert_array_equal(residuals.weights[0], 0)
+        assert residuals.row_shift[0] == 0
+
+
 def test_values_near_the_largest_number():
     """A mean of values is no larger than they: weights are normalised before the product."""
     largest = np.finfo(np.float32).max

@@ -13,6 +13,7 @@ from reach import group_size, reached, reading_rows, visible_plane
 from results import assert_same_bits, everything
 
 POISONS = (np.nan, np.inf, -np.inf)
+VECTORS = ("query", "key", "value", "grad_output")
 
 # Every kind of rule that hides a position.
 HIDING = {
@@ -139,9 +140,24 @@ def test_each_array_by_itself(case):
         assert_same_bits(evaluate(case, filled(named, {name: where}, np.nan)), expected)
 
 
-# -- what is seen shows, and goes no further ---------------------------------------------------------------------------
+@pytest.mark.parametrize("place", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("name", VECTORS)
+def test_one_entry_of_a_vector_is_enough(name, place):
+    """A row that sees a NaN shows it, also where the other entries of that vector are numbers."""
+    mask = np.array([[True, True, False], [False, True, True]])
+    named = {"query": np.ones((2, 2)), "key": np.ones((3, 2)), "value": np.ones((3, 2)), "grad_output": np.ones((2, 2))}
+    named[name][place] = np.nan
+    upstream = {"grad_output": named.pop("grad_output")}
+    got = everything(*named.values(), {"mask": mask}, upstream)
+    shown = {"query": "output", "key": "output", "value": "output", "grad_output": "grad_value"}[name]
+    assert np.isnan(got[shown][place])
+    assert np.isfinite(got[shown][-1]).all()  # the last row, and the last key, see nothing of it
+    for gradient in ("query", "key"):
+        assert np.isnan(got[f"grad_{gradient}"][0]).all()
+        assert np.isfinite(got[f"grad_{gradient}"][-1]).all()
 
-VECTORS = ("query", "key", "value", "grad_output")
+
+# -- what is seen shows, and goes no further ---------------------------------------------------------------------------
 
 
 def one_seen_place(case, visible, name, array, rng):

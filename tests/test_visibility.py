@@ -14,6 +14,7 @@ from numpy_sdpa.visibility import (
     Tile,
     alibi_distance,
     band_edges,
+    hides_nothing,
     key_positions,
     query_positions,
     visible_in,
@@ -114,6 +115,25 @@ def test_the_visible_part_is_the_smallest_that_holds_what_is_visible(options, le
             # and there a mask appears exactly where a length or an edge of the band still runs through
             hides_nothing = expected[part.rows, part.columns].all()
             assert (visible_in(resolved, part, None) is None) == hides_nothing, (offset, tile)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths_that_are_known_on_the_host_hide_in_every_tile(lengths):
+    """And are silent where they do not cut."""
+    x = np.zeros((6, 2))
+    options = dataclasses.replace(resolve(x[:5], x, x, None, lengths)[1], **lengths)
+    expected = visible_plane(cases.make(cases.Case("lengths", (5, 2), (6, 2), (6, 2), tuple(lengths.items()))))
+    for tile in tiles(options):
+        got, part = visible_in(options, tile, None), expected[tile.rows, tile.columns]
+        assert (got is None) == part.all(), tile
+        if got is not None:
+            np.testing.assert_array_equal(got, part, err_msg=str(tile))
+
+
+@pytest.mark.parametrize("case", cases.ALONE, ids=str)
+def test_what_hides_nothing(case):
+    _, options, _ = options_and_bias(case)
+    assert hides_nothing(options) == (not case.option_names & (HIDING - {"bias"}))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.option_names & HIDING], ids=str)

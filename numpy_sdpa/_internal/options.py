@@ -79,7 +79,7 @@ class Options:
     query_lengths: Array | None = None  # ints (B…, 1, 1, 1)
     key_lengths: Array | None = None  # ints (B…, 1, 1, 1)
     query_segments: Array | None = None  # ints (B…, 1, L, 1)
-    key_segments: Array | None = None  # ints (B…, 1, 1, S)
+    key_segments: Array = None  # ints (B…, 1, 1, S), where query_segments are given
     dropout: Dropout | None = None
     method: str = "dense"
     block_size: tuple[int, int] | None = None

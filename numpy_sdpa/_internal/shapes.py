@@ -9,8 +9,7 @@ def sum_to_shape(xp: Namespace, array: Array, shape: tuple[int, ...]) -> Array:
         return array
     added = array.ndim - len(shape)
     repeated = [axis for axis in range(added, array.ndim) if shape[axis - added] == 1 != array.shape[axis]]
-    array = xp.sum(array, axis=(*range(added), *repeated), keepdims=True)
-    return xp.reshape(array, shape)
+    return xp.reshape(xp.sum(array, axis=(*range(added), *repeated)), shape)
 
 
 def fold_groups(xp: Namespace, array: Array, group: int) -> Array:

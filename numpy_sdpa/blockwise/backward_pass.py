@@ -108,7 +108,7 @@ class Backward:
                 for tile, visible in seen_tiles(slab.options, rows, grid.column_blocks, inputs.bias):
                     some = True if visible is None else xp.any(visible, axis=-1, keepdims=True)
                     sees[..., counted_from(tile.rows, rows), :] |= some
-                part[...] = xp.where(sees, part, 0)
+                part[...] = steps.only_where(xp, sees, part)
         return grad_output
 
     def from_rows(self, grad_output: Array, statistics: RowStatistics) -> Differentiable:

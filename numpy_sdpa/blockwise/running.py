@@ -72,7 +72,7 @@ def of_sinks(xp: Namespace, sinks: Array, like: Partial) -> Partial:
     row_shift = xp.broadcast_to(steps.row_maximum(xp, sinks[..., None, None]), like.row_shift.shape)
     is_sink = row_shift != -xp.inf
     exponential = steps.sink_exponential(xp, sinks, row_shift)
-    return Partial(xp.zeros_like(like.sums), xp.where(is_sink, exponential, 0), row_shift)
+    return Partial(xp.zeros_like(like.sums), steps.only_where(xp, is_sink, exponential), row_shift)
 
 
 def join(xp: Namespace, a: Partial, b: Partial) -> Partial:

@@ -178,7 +178,7 @@ def begin_rows_backward(
 
 def _reaching(xp: Namespace, call: Call, grad_output: Array, sees: Array) -> Array:
     """In the compute dtype, 0 in rows that see nothing: there it reaches nothing, whatever it is."""
-    return xp.where(sees[..., None], astype(grad_output, call.compute_dtype), 0)
+    return steps.only_where(xp, sees[..., None], astype(grad_output, call.compute_dtype))
 
 
 def backward_tile(
