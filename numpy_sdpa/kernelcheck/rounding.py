@@ -323,11 +323,13 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     of_products = of_products + 2 * tile.alike * grad_logits**2
     along = (like_products, tile.lse, row_dot_variance, tile.like_rows, tile.like_keys)
     of_logits = of_scores = Entries(grad_logits, weights, own, of_products, *along)
-    if tile.cap_slope is not None:
+    if tile.cap_slope is not None and tile.cap_slope_variance is not None:
         grad_scores = tile.cap_slope * grad_logits
-        own = tile.cap_slope**2 * own + tile.cap_slope_variance * grad_logits**2 + grad_scores**2
+        # a kernel's slope: where a saturated softcap leaves d = 0 and gZ is 0 too, the product of both errors
+        slope = np.hypot(tile.cap_slope, precision.rounding * np.sqrt(tile.cap_slope_variance))
+        own = slope**2 * own + tile.cap_slope_variance * grad_logits**2 + grad_scores**2
         own = own + near_zero(grad_scores, precision)
-        of_scores = Entries(grad_scores, tile.cap_slope * weights, own, tile.cap_slope**2 * of_products, *along)
+        of_scores = Entries(grad_scores, slope * weights, own, slope**2 * of_products, *along)
     grad_sinks = sink.weight * (grad_lse - row_dot)
     grad_sinks_variance = (sink.exponential + tile.lse + 2) * grad_sinks**2 + sink.weight**2 * row_dot_variance
     grad_sinks_variance = grad_sinks_variance + near_zero(sink.weight, precision) * (grad_lse - row_dot) ** 2

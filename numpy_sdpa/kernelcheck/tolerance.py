@@ -120,13 +120,14 @@ def frobenius_bound(sigma: Array, dtype: str, array_dtype: str, gold: Array) -> 
     """The bound of ‖kernel − gold‖ (Frobenius). Parameters as for `tolerance`.
 
     Many errors average out: together they may be 1.5 σ (3 σ for half types) in the mean square, with room for one entry
-    at its own bound.
+    at its own bound, or for one row (the last axis) at half of it, as its entries share the errors of lse and D.
     """
     precision = precision_of(dtype)
     with np.errstate(all="ignore"):
         own = half_unit(np.abs(rounding.finite(gold)) + precision.factor * sigma, array_dtype) / math.sqrt(3)
         variance = sigma**2 + own**2
-        largest = np.max(variance, initial=0.0)
+        row = np.max(np.sum(variance, axis=-1), initial=0.0) if sigma.ndim > 1 else 0.0
+        largest = np.maximum(np.max(variance, initial=0.0), row / 4)
         flush = _flush(dtype, array_dtype) * math.sqrt(sigma.size)
         together = precision.frobenius_factor**2 * np.sum(variance) + precision.factor**2 * largest
         return float(np.sqrt(together)) + flush
