@@ -106,6 +106,18 @@ def test_a_row_that_is_nearly_one_weight_has_all_digits(gap, to_sink):
     assert_right(*second, of_weights + exact * mean_difference(x_tangent, exact))
 
 
+@pytest.mark.parametrize("keys", [7, 100, 1000])
+def test_lse_moves_with_all_logits_to_the_last_bit(keys):
+    """The weights sum to 1 within some eps only, and so would the tangent, were the mean's own rest not added."""
+    logits = single(np.random.default_rng(1).standard_normal((200, keys)))
+    weights = steps.softmax_forward(np, logits, None, None).weights
+    shift = np.float32(1.2345)
+    assert np.abs(np.sum(weights * shift, axis=-1) - shift).max() > 0
+    tangents = steps.softmax_tangent(np, weights, None, np.full_like(logits, shift), None, None)
+    np.testing.assert_array_equal(tangents.lse, shift)
+    np.testing.assert_allclose(tangents.weights, 0, atol=(2 * np.finfo(np.float32).eps) ** 2)  # one mean leaves eps
+
+
 def test_an_infinite_sink_has_derivatives():
     """+∞ takes the whole row: lse moves with it, and nothing else does. −∞ is no sink, whatever its direction."""
     rng = np.random.default_rng(0)
