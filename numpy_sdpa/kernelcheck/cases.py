@@ -19,7 +19,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The contract's letters."""
+    """By the letters of the docs: batch, heads, lengths, head sizes."""
 
     B: int = 2
     Hq: int = 4
@@ -88,7 +88,7 @@ _EXCLUSIVE = (
     {"key_lengths", "poison"},
 )
 
-# The contract's names of options serve as well.
+# The names of options serve as well.
 _ALIASES = {
     "is_causal": "causal",
     "enable_gqa": "gqa",
@@ -140,7 +140,7 @@ def make_case(
         query, key, value, the options that are arrays, grad_output (and grad_lse) in `dtype`; output, lse and grad_…
         of every floating input in float64: what is right. Replace these by the kernel's and give it all to `compare`.
     options : dict
-        The other options, by the contract's names.
+        The other options, by this package's names.
 
     Raises
     ------

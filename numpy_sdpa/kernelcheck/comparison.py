@@ -31,7 +31,7 @@ def compare(
     Parameters
     ----------
     arrays : mapping, or path of an ``.npz`` or ``.safetensors`` file
-        ``query, key, value``; the options that are arrays under the contract's names; what the kernel gave of
+        ``query, key, value``; the options that are arrays under this package's names; what the kernel gave of
         ``output, lse, weights, grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_alibi_slopes``, with the
         upstream ``grad_output`` (and ``grad_lse``). Other options: a JSON object under ``options`` (a string array;
         in safetensors the file's metadata). With ``cu_seqlens_q`` and ``cu_seqlens_k`` the arrays are packed
