@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from numpy_sdpa import attention, make_case
 from numpy_sdpa.cli import COMMANDS, main
+from numpy_sdpa.cli.make_case import write
 
 FULL = Path("/dev/full")
 
@@ -29,6 +31,20 @@ def test_a_reader_who_has_seen_enough_is_no_error():
     ran = subprocess.run([sys.executable, "-m", "numpy_sdpa", "demo"], stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_terminal_without_the_signs_is_no_error(tmp_path):
+    arrays, options = make_case("causal", query_length=6, key_length=7, backward=False)
+    arrays["output"] = attention(arrays["query"], arrays["key"], arrays["value"], is_causal=True, query_offset=-1)
+    write(tmp_path / "dump.npz", {name: arrays[name] for name in ("query", "key", "value", "output")}, options)
+    ran = subprocess.run(
+        [sys.executable, "-m", "numpy_sdpa", "compare", str(tmp_path / "dump.npz")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (ran.returncode, ran.stderr) == (1, "")
+    assert r"j \u2264 p(i)" in ran.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)

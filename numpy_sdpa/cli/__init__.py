@@ -5,6 +5,7 @@ Exit codes: 0 right, 1 wrong, 2 bad usage, unreadable input or unwritable output
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ class UsageError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without ≤ or − is no reason to fail
     arguments = _parser().parse_args(argv)
     try:
         code = arguments.run(arguments)
