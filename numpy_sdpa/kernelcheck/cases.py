@@ -77,6 +77,40 @@ _OTHERS = ("huge_logits", "strided", "lse_gradient")
 
 FEATURES = tuple(dict.fromkeys([*_OPTIONS, *_SIZES, *_OTHERS]))
 
+# What each is, in ASCII: `make-case --help` prints it on any terminal.
+MEANINGS = {
+    "mask": "a bool mask that all heads share",
+    "head_mask": "a bool mask for each head, which the batch shares",
+    "bias": "a bias for each batch element and head",
+    "broadcast_bias": "a bias for each head, which the batch shares: its gradient is a sum",
+    "causal": "a query sees the keys up to its own position",
+    "lower_right": "causal, where the last query stands at the last key",
+    "query_offset": "causal, with an offset for each batch element",
+    "window": "a window, unlike to the left and to the right",
+    "query_lengths": "a number of queries for each batch element",
+    "key_lengths": "a number of keys for each batch element",
+    "segments": "packed documents",
+    "sinks": "a sink for each query head",
+    "alibi": "ALiBi slopes",
+    "scale": "another scale than 1/sqrt(E)",
+    "softcap": "a softcap",
+    "dropout": "dropout, with its mask",
+    "gqa": "grouped heads: half as many key heads as query heads",
+    "empty_rows": "a mask under which some queries see no key",
+    "poison": "lengths, and NaN in every place that nothing may read",
+    "one_key_head": "one key head for all query heads",
+    "more_queries": "more queries than keys",
+    "equal_lengths": "as many keys as queries",
+    "batch_equals_heads": "as many batch elements as query heads",
+    "heads_equal_keys": "as many keys as query heads",
+    "value_size": "values of half the size",
+    "odd_sizes": "odd lengths and head sizes: the last tile is only part full",
+    "one_query": "one query",
+    "huge_logits": "logits of some thousands, beyond the exponential's range",
+    "strided": "arrays that are not contiguous (from Python: in a file all are)",
+    "lse_gradient": "an upstream gradient of lse, grad_lse",
+}
+
 # Both set the same thing.
 _EXCLUSIVE = (
     {"mask", "head_mask", "empty_rows"},
@@ -145,7 +179,7 @@ def make_case(
     Raises
     ------
     ValueError
-        For unknown features, features that exclude each other, and an unknown dtype or layout.
+        For unknown features, features that exclude each other, an unknown dtype or layout, and a negative seed.
 
     Examples
     --------
@@ -154,6 +188,8 @@ def make_case(
     ({'is_causal': True}, dtype('float16'), dtype('float64'))
     """
     names = checked_features([features] if isinstance(features, str) else features)
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if layout not in ("bhld", "blhd"):

@@ -353,10 +353,12 @@ def test_a_case_from_the_command_line_is_right(tmp_path, capsys):
     sizes = ["--batch", 1, "--query-heads", 2, "--query-length", 5, "--key-length", 7, "--head-size", 4]
     code, out, _ = command(capsys, "make-case", path, "--features", "causal", "bias", "--dtype", "float16", *sizes)
     assert code == 0
-    assert "grad_bias" in out
+    own = "output, lse, grad_query, grad_key, grad_value, grad_bias"
+    assert out.endswith(f"Next: put your kernel's own {own} in place of these, and: numpy-sdpa compare DUMP\n")
     code, out, _ = command(capsys, "compare", path)
     assert code == 0
     assert "golden result itself" in out
+    assert "--layout blhd" in command(capsys, "make-case", path, "--layout", "blhd")[1]
     code, _, err = command(capsys, "make-case", path, "--features", "nonsense")
     assert (code, err.count("\n")) == (2, 1)
     assert command(capsys, "make-case", tmp_path / "case.txt")[0] == 2
