@@ -223,9 +223,10 @@ def checked_features(features: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in FEATURES if name in names)
 
 
-def feature_sets(features: Iterable[str] | None = None) -> Iterator[tuple[str, ...]]:
+def feature_sets(features: str | Iterable[str] | None = None) -> Iterator[tuple[str, ...]]:
     """No feature, each alone, and all pairs that go together."""
-    names = FEATURES if features is None else [checked_features([name])[0] for name in features]
+    chosen = [features] if isinstance(features, str) else features
+    names = FEATURES if chosen is None else [checked_features([name])[0] for name in chosen]
     yield ()
     for name in names:
         yield (name,)

@@ -120,6 +120,9 @@ def test_a_kernel_that_fails_or_gives_nonsense_is_wrong_on_that_case():
     assert "output must have shape" in report.cases[0].error
     assert report.cases[1].error == "raised ZeroDivisionError: oh"
 
+    report = check_kernel(lambda arrays, options: arrays["query"], features="causal", dtypes="float16")
+    assert [case.error for case in report.cases] == ["returned ndarray, not a mapping from names to arrays"] * 2
+
     def lazy(arrays, options):
         raise NotImplementedError
 
