@@ -121,7 +121,7 @@ def differences(rule: Rule) -> Finding:
     report = check_vjp(
         function, vjp, tuple(rule.arrays[name] for name in names), direction="random", rng=0, raise_exception=False
     )
-    return _of_report(report, names)
+    return _of_report(report, rule, "grad_{argument} from {result}")
 
 
 def complex_step(rule: Rule) -> Finding:
@@ -136,7 +136,7 @@ def complex_step(rule: Rule) -> Finding:
                 stepped[index] += 1j * STEP
                 residuals = rule.forward({name: stepped}, compute_dtype=np.complex128)
                 expected[index] = rule.weighted(residuals).imag / STEP
-            yield f"grad {name}", gradients[name], expected
+            yield f"grad_{name}", gradients[name], expected
 
     return worst(pairs(), 1e-12)
 
@@ -163,7 +163,7 @@ def taylor(rule: Rule) -> Finding:
         return tuple(getattr(tangent, name.removeprefix("grad_")) for name in rule.upstream)
 
     report = check_taylor(function, jvp, tuple(rule.arrays[name] for name in names), rng=0, raise_exception=False)
-    return _of_report(report, names)
+    return _of_report(report, rule, "{result} along {argument}")
 
 
 def torch(rule: Rule) -> Finding:
@@ -175,7 +175,7 @@ def torch(rule: Rule) -> Finding:
         for name in ("output", "lse", "weights"):
             yield name, getattr(residuals, name), rule.torch[name]
         for name, gradient in gradients.items():
-            yield f"grad {name}", gradient, rule.torch[f"gradients.{name}"]
+            yield f"grad_{name}", gradient, rule.torch[f"gradients.{name}"]
 
     return worst(pairs(), 1e-12)
 
@@ -225,12 +225,13 @@ def _as_function(rule: Rule) -> tuple[Callable[..., Any], Callable[..., Any], li
     return function, vjp, names
 
 
-def _of_report(report: Any, names: list[str]) -> Finding:
-    """The row of a gradient report that is furthest off."""
+def _of_report(report: Any, rule: Rule, where: str) -> Finding:
+    """The row of a gradient report that is furthest off: along one direction for each input, so without an index."""
     rows = list(report.rows)
     row = max(rows, key=lambda row: (row.verdict != "right", row.max_rel_error))
-    index = f"[{', '.join(map(str, row.worst_index))}]" if row.worst_index else ""
-    return Finding(float(row.max_rel_error), f"{names[row.argument]}{index}", report.passed)
+    result = list(rule.upstream)[row.worst_index[0] if row.worst_index else 0]  # the number of one of several
+    where = where.format(argument=list(rule.arrays)[row.argument], result=result.removeprefix("grad_"))
+    return Finding(float(row.max_rel_error), where, report.passed)
 
 
 def _complex_backward(rule: Rule) -> Differentiable:

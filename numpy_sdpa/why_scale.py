@@ -32,7 +32,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.nda
     "uniform": lambda rng, shape: rng.uniform(-math.sqrt(3), math.sqrt(3), shape),
     "rademacher": lambda rng, shape: 2.0 * rng.integers(0, 2, shape, dtype=np.int8) - 1,
 }
-_VALUE_SIZE = 64  # the note's; the same for every d_k, so that the upstream gradient is too
+_VALUE_SIZE = 64  # the same for every d_k, so that the upstream gradient is too
 _ATTENTION_ROWS = 2048  # rows per d_k: a share of rows is then known to about ±0.02
 _ENTRIES_AT_ONCE = 2**20  # 8 MiB: draws stay near the cache and memory does not grow with d_k
 

@@ -9,7 +9,7 @@ options of a case, its own `scaled_dot_product_attention` (output, and gradients
 `flex_attention` (output and lse; it has no backward on the CPU) is called too: what it returns is what
 is stored, and the composition has to agree. The manifest says which function each result comes from.
 
-A row with nothing to attend to follows the contract: output 0, lse −inf, no gradient.
+A row with nothing to attend to is as this package has it: output 0, lse −inf, no gradient.
 """
 
 import argparse

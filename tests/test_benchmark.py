@@ -48,6 +48,7 @@ def test_everybody_computes_the_same(inputs):
 def test_the_table(quick, capsys):
     assert main(["bench", "--lengths", "64", "--pairs", "1"]) == 0
     printed = capsys.readouterr().out
+    assert printed.count("ours / other") == 1
     for words in ("causal / full, L = 128", "window of 256", "float64", "dense / plain NumPy", "no torch"):
         assert words in printed
 
@@ -69,7 +70,8 @@ def test_plot(quick, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--lengths", "0"], ["--pairs", "0"], ["--plot", "/nowhere/a.png"], ["--only", "no such row"]]
+    "arguments",
+    [["--lengths", "0"], ["--pairs", "0"], ["--threads", "0"], ["--plot", "/nowhere/a.png"], ["--only", "no such row"]],
 )
 def test_bad_usage(arguments, capsys):
     assert main(["bench", *arguments]) == 2

@@ -1,4 +1,4 @@
-"""``numpy-sdpa demo``: the note's quick test."""
+"""``numpy-sdpa demo``: the quick test."""
 
 import json
 import os
@@ -12,13 +12,14 @@ from numpy_sdpa import cli, scaled_dot_product_attention
 from numpy_sdpa.cli import demo
 
 
-def test_prints_what_the_note_expects(capsys):
+def test_prints_shape_sum_pictures_and_legend(capsys):
     assert cli.main(["demo"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["Output shape: [1, 1, 5, 64]", "Weights sum check: 1.0000"]
     pictures = [line for line in lines if line.startswith("q")]
     assert len(pictures) == 10
     assert all(line.endswith(" 1.0000") for line in pictures)
+    assert lines[-1] == "A weight ░ up to 0.25, ▒ up to 0.5, ▓ up to 0.75, █ up to 1; nothing: masked"
 
 
 def test_json_is_attention_of_the_seeds_arrays(capsys):

@@ -1,6 +1,7 @@
 """`numpy-sdpa verify` and `info`: what they print, and that they notice a wrong rule."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -68,6 +69,34 @@ def test_the_worst_entry_is_found():
     assert not verify.worst(iter([("b", got, expected)]), tolerance=0.01).passed
     assert not verify.worst(iter([("b", got * np.nan, expected)]), tolerance=0.01).passed
     assert not verify.worst(iter([("b", got[0], expected)]), tolerance=0.01).passed
+
+
+def test_where_names_the_input_and_the_result():
+    """A check along one direction has no index: the report's is the number of the result."""
+    rule = RULES["plain"]
+    for several in (True, False):
+        upstream = rule.upstream if several else {"grad_output": rule.upstream["grad_output"]}
+        for oracle, pattern in ((verify.differences, r"grad_(\w+) from (\w+)"), (verify.taylor, r"(\w+) along (\w+)")):
+            names = set(re.fullmatch(pattern, oracle(rule._replace(upstream=upstream)).where).groups())
+            assert len(names & set(rule.arrays)) == 1
+            assert names - set(rule.arrays) <= {name.removeprefix("grad_") for name in upstream}
+
+
+def test_each_rule_is_shown_as_soon_as_it_is_checked(monkeypatch, capsys):
+    shown = []
+
+    def rules():
+        return iter([RULES["plain"], RULES["softcap"]])
+
+    def check(rule):
+        shown.append(capsys.readouterr().out)
+        return verify.Finding(0.0, "", True)
+
+    monkeypatch.setattr(verify, "load_rules", rules)
+    monkeypatch.setattr(verify, "ORACLES", {"differences": check})
+    assert cli.main(["verify"]) == 0
+    assert "rule" in shown[0]
+    assert shown[1].startswith("plain")
 
 
 def test_exit_code_and_table_of_a_failure(monkeypatch, capsys):

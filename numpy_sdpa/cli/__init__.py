@@ -1,10 +1,12 @@
 """The command line: ``numpy-sdpa COMMAND``, the same as ``python -m numpy_sdpa COMMAND``.
 
-Exit codes: 0 right, 1 wrong, 2 bad usage or unreadable input, which gets one line and no traceback.
+Exit codes: 0 right, 1 wrong, 2 bad usage, unreadable input or unwritable output, which get one line and no traceback.
 """
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,15 +21,30 @@ class UsageError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without ≤ or − is no reason to fail
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         print(f"numpy-sdpa: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as head, has seen enough
-        sys.stderr.close()
+        _give_up_stdout()
         return 0
+    except OSError as error:  # of stdout, as on a full disk: what a command opens itself is a UsageError
+        _give_up_stdout()
+        print(f"numpy-sdpa: {error}", file=sys.stderr)
+        return 2
+
+
+def _give_up_stdout() -> None:
+    """What is left to print goes nowhere: it must not fail again when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:

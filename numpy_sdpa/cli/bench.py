@@ -8,6 +8,7 @@ from numpy_sdpa.cli import UsageError
 from numpy_sdpa.cli.plotting import check_plot, save_plot
 
 HELP = "Measure attention on this machine: against torch where it is installed, its own matrix products, and itself."
+_HEADER = f"{'what: ours / other':<75}{'ours':>13}{'other':>14}{'ratio':>8}  (bar: the ratio that is meant)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,8 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths", type=int, nargs="+", default=[512, 2048, 4096], metavar="L", help="default: 512 2048 4096"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="default: the cores that this process may use")
-    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="pairs of blocks for each row, default 5")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only rows that hold this text, as 'decode'")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=5,
+        metavar="N",
+        help="times that each row is measured, ours and the other in turns; default 5",
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose words hold this text, as 'causal'")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE", help="save the ratios as a picture")
 
@@ -24,16 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from numpy_sdpa import benchmark
 
-    if min(arguments.lengths) < 1 or arguments.pairs < 1 or (arguments.threads or 1) < 1:
+    if min(*arguments.lengths, arguments.pairs, 1 if arguments.threads is None else arguments.threads) < 1:
         raise UsageError("--lengths, --threads and --pairs must be at least 1")
     if arguments.plot:
         check_plot(arguments.plot)
+    shown: list[Any] = []
+
+    def show(row: Any) -> None:
+        if not shown:
+            print(_HEADER)
+        shown.append(row)
+        print_row(row)
+
     result = benchmark.run(
         tuple(arguments.lengths),
         arguments.threads,
         arguments.pairs,
         arguments.only,
-        report=(lambda row: None) if arguments.json else print_row,
+        report=(lambda row: None) if arguments.json else show,
     )
     if not result["rows"]:
         raise UsageError(f"--only {arguments.only}: no row holds this text")

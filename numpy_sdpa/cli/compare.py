@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tolerance", type=float, help="allow this error everywhere instead of the derived one")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="write error maps and the worst rows")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="save error maps and the worst rows (needs matplotlib: numpy-sdpa[plot])"
+    )
     options = parser.add_argument_group("options of attention, overriding those in the dump")
     for name in _FLAGS:
         options.add_argument(f"--{name.replace('_', '-')}", action=argparse.BooleanOptionalAction)
@@ -41,15 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _side(text: str) -> int | None:
-    return None if text == "none" else int(text)
+    try:
+        return None if text == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"each side is an int or none, got {text!r}") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
     from numpy_sdpa.cli import UsageError
+    from numpy_sdpa.cli.plotting import check_plot
     from numpy_sdpa.kernelcheck import DumpError, compare
 
     given: dict[str, Any] = {name: getattr(arguments, name) for name in (*_FLAGS, "alignment", "window", *_NUMBERS)}
     options = {name: value for name, value in given.items() if value is not None}
+    if arguments.plot:
+        check_plot(arguments.plot)
     try:
         report = compare(
             arguments.dump,
@@ -61,11 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     except DumpError as error:
         raise UsageError(str(error)) from error
     print(report.to_json() if arguments.json else report)
-    if arguments.plot is not None:
+    if arguments.plot:
         try:
             report.plot(arguments.plot)
-        except (ImportError, ValueError) as error:
-            raise UsageError(str(error)) from error
         except OSError as error:
-            raise UsageError(f"{arguments.plot}: {error.strerror or error}") from error
+            raise UsageError(f"--plot {arguments.plot}: {error.strerror or error}") from None
     return 0 if report.passed else 1

@@ -1,4 +1,4 @@
-"""``numpy-sdpa demo``: the note's quick test and its weights as a small picture. Only a plot needs more than NumPy."""
+"""``numpy-sdpa demo``: a quick test, and its weights as a small picture. Only a plot needs more than NumPy."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HELP = "Run the quick test: random query, key and value of shape [1, 1, 5, 64], causal and not."
-_SHAPE = (1, 1, 5, 64)  # the note's: batch, heads, sequence length, d_k
+_SHAPE = (1, 1, 5, 64)  # batch, heads, sequence length, d_k
 _BLOCKS = " ░▒▓█"  # none, then a quarter of the weight each
 _ASCII = " .+#@"  # the same for a terminal that cannot show blocks
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def quick_test(seed: int) -> dict[str, Any]:
-    """What the note's quick test looks at, causal and not: shapes, weights, their row sums."""
+    """What the quick test looks at, causal and not: shapes, weights, their row sums."""
     rng = np.random.default_rng(seed)
     query, key, value = (rng.standard_normal(_SHAPE, dtype=np.float32) for _ in range(3))
     output, weights = scaled_dot_product_attention(query, key, value)
@@ -99,7 +99,14 @@ def _as_text(facts: dict[str, Any]) -> list[str]:
         "",
         "Weights, causal: a query sees the keys up to its own position",
         *draw(facts["causal_weights"], shades),
+        "",
+        f"A weight {_legend(shades)}; nothing: masked",
     ]
+
+
+def _legend(shades: str) -> str:
+    full = len(shades) - 1
+    return ", ".join(f"{shade} up to {step / full:g}" for step, shade in enumerate(shades) if step)
 
 
 def _four_digits(number: float) -> str:

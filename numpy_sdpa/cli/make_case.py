@@ -21,7 +21,7 @@ _SIZES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from numpy_sdpa.kernelcheck.cases import DTYPES, FEATURES, Sizes
+    from numpy_sdpa.kernelcheck.cases import DTYPES, MEANINGS, Sizes
 
     parser.add_argument("file", type=Path, help="where to write: .npz or .safetensors")
     parser.add_argument(
@@ -29,8 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="NAME",
-        help=f"what the problem has, default nothing: {', '.join(FEATURES)}",
+        help="what the problem has, as listed below; default nothing",
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = max(map(len, MEANINGS))
+    listed = "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in MEANINGS.items())
+    parser.epilog = f"features:\n{listed}"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the inputs, default float32")
     parser.add_argument(
         "--layout",
@@ -47,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from numpy_sdpa.cli import UsageError
     from numpy_sdpa.kernelcheck import make_case
+    from numpy_sdpa.kernelcheck.problem import RESULTS
 
     sizes = {name.replace("-", "_"): getattr(arguments, name.replace("-", "_")) for name in _SIZES}
     try:
@@ -66,6 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name, array in arrays.items():
         print(f"{name:<18} {array.dtype.name:<9} {array.shape}")
     print(f"{'options':<18} {json.dumps(options)}")
+    results = ", ".join(name for name in RESULTS if name in arrays)
+    layout = "" if arguments.layout == "bhld" else f" --layout {arguments.layout}"
+    print(f"\nNext: put your kernel's own {results} in place of these, and: numpy-sdpa compare DUMP{layout}")
     return 0
 
 

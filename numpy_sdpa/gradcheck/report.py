@@ -12,7 +12,7 @@ import numpy as np
 RIGHT, WRONG, UNDECIDED = "right", "wrong", "undecided"
 
 # An uncertainty above this part of the argument's largest expected value decides nothing (unless the
-# tolerance is wider still): the contract's 1 %.
+# tolerance is wider still).
 DECISIVE_PART = 0.01
 
 

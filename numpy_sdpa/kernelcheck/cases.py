@@ -19,7 +19,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The contract's letters."""
+    """By the letters of the docs: batch, heads, lengths, head sizes."""
 
     B: int = 2
     Hq: int = 4
@@ -77,6 +77,40 @@ _OTHERS = ("huge_logits", "strided", "lse_gradient")
 
 FEATURES = tuple(dict.fromkeys([*_OPTIONS, *_SIZES, *_OTHERS]))
 
+# What each is, in ASCII: `make-case --help` prints it on any terminal.
+MEANINGS = {
+    "mask": "a bool mask that all heads share",
+    "head_mask": "a bool mask for each head, which the batch shares",
+    "bias": "a bias for each batch element and head",
+    "broadcast_bias": "a bias for each head, which the batch shares: its gradient is a sum",
+    "causal": "a query sees the keys up to its own position",
+    "lower_right": "causal, where the last query stands at the last key",
+    "query_offset": "causal, with an offset for each batch element",
+    "window": "a window, unlike to the left and to the right",
+    "query_lengths": "a number of queries for each batch element",
+    "key_lengths": "a number of keys for each batch element",
+    "segments": "packed documents",
+    "sinks": "a sink for each query head",
+    "alibi": "ALiBi slopes",
+    "scale": "another scale than 1/sqrt(E)",
+    "softcap": "a softcap",
+    "dropout": "dropout, with its mask",
+    "gqa": "grouped heads: half as many key heads as query heads",
+    "empty_rows": "a mask under which some queries see no key",
+    "poison": "lengths, and NaN in every place that nothing may read",
+    "one_key_head": "one key head for all query heads",
+    "more_queries": "more queries than keys",
+    "equal_lengths": "as many keys as queries",
+    "batch_equals_heads": "as many batch elements as query heads",
+    "heads_equal_keys": "as many keys as query heads",
+    "value_size": "values of half the size",
+    "odd_sizes": "odd lengths and head sizes: the last tile is only part full",
+    "one_query": "one query",
+    "huge_logits": "logits of some thousands, beyond the exponential's range",
+    "strided": "arrays that are not contiguous (from Python: in a file all are)",
+    "lse_gradient": "an upstream gradient of lse, grad_lse",
+}
+
 # Both set the same thing.
 _EXCLUSIVE = (
     {"mask", "head_mask", "empty_rows"},
@@ -88,7 +122,7 @@ _EXCLUSIVE = (
     {"key_lengths", "poison"},
 )
 
-# The contract's names of options serve as well.
+# The names of options serve as well.
 _ALIASES = {
     "is_causal": "causal",
     "enable_gqa": "gqa",
@@ -140,12 +174,12 @@ def make_case(
         query, key, value, the options that are arrays, grad_output (and grad_lse) in `dtype`; output, lse and grad_…
         of every floating input in float64: what is right. Replace these by the kernel's and give it all to `compare`.
     options : dict
-        The other options, by the contract's names.
+        The other options, by this package's names.
 
     Raises
     ------
     ValueError
-        For unknown features, features that exclude each other, and an unknown dtype or layout.
+        For unknown features, features that exclude each other, an unknown dtype or layout, and a negative seed.
 
     Examples
     --------
@@ -154,6 +188,8 @@ def make_case(
     ({'is_causal': True}, dtype('float16'), dtype('float64'))
     """
     names = checked_features([features] if isinstance(features, str) else features)
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if layout not in ("bhld", "blhd"):
@@ -187,9 +223,10 @@ def checked_features(features: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in FEATURES if name in names)
 
 
-def feature_sets(features: Iterable[str] | None = None) -> Iterator[tuple[str, ...]]:
+def feature_sets(features: str | Iterable[str] | None = None) -> Iterator[tuple[str, ...]]:
     """No feature, each alone, and all pairs that go together."""
-    names = FEATURES if features is None else [checked_features([name])[0] for name in features]
+    chosen = [features] if isinstance(features, str) else features
+    names = FEATURES if chosen is None else [checked_features([name])[0] for name in chosen]
     yield ()
     for name in names:
         yield (name,)

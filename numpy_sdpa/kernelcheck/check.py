@@ -114,8 +114,8 @@ def check_kernel(
     kernel: Kernel,
     *,
     semantics: str = "torch",
-    dtypes: Iterable[str] = ("float32",),
-    features: Iterable[str] | None = None,
+    dtypes: str | Iterable[str] = ("float32",),
+    features: str | Iterable[str] | None = None,
     backward: bool = True,
     seed: int = 0,
     **sizes: int,
@@ -130,8 +130,8 @@ def check_kernel(
         `options` the others. NotImplementedError skips a case.
     semantics : str
         Whose meaning is right, and whose layout the arrays have: a name in `numpy_sdpa.kernelcheck.semantics`.
-    dtypes : iterable of "float16", "bfloat16", "float32", "float64"
-    features : iterable of str, optional
+    dtypes : any of "float16", "bfloat16", "float32", "float64"
+    features : str or iterable of str, optional
         Names of `make_case`'s features; each alone and all pairs. Default: all of them, some 400 cases a dtype.
     backward : bool
         With upstream gradients.
@@ -159,6 +159,7 @@ def check_kernel(
     """
     layout = system(semantics).layout
     sets = list(feature_sets(features))
+    dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
     cases = tuple(
         _case(kernel, chosen, dtype, semantics, layout, backward, seed, sizes) for dtype in dtypes for chosen in sets
     )
@@ -184,6 +185,9 @@ def _case(
         return CaseReport(features=features, dtype=dtype, report=None, skipped=str(reason))
     except Exception as error:  # whatever a kernel may raise: the other cases are still of use
         return CaseReport(features=features, dtype=dtype, report=None, error=f"raised {type(error).__name__}: {error}")
+    if not isinstance(results, Mapping):
+        error = f"returned {type(results).__name__}, not a mapping from names to arrays"
+        return CaseReport(features=features, dtype=dtype, report=None, error=error)
     try:
         report = compare({**inputs, **results}, layout=layout, semantics=semantics, **options)
     except ValueError as error:

@@ -24,7 +24,7 @@ class Gold:
     Attributes
     ----------
     results : dict
-        Every result that the problem has, by name, float64, in the contract's shapes.
+        Every result that the problem has, by name, float64, in this package's shapes.
     """
 
     def __init__(self, problem: Problem) -> None:

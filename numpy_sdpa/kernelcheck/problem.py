@@ -39,7 +39,7 @@ class Problem:
     Attributes
     ----------
     inputs : mapping
-        query, key, value and the option arrays by their names in the contract; floating ones in float64.
+        query, key, value and the option arrays by this package's names; floating ones in float64.
     options : mapping
         The other options.
     upstream : mapping
@@ -117,7 +117,7 @@ class Problem:
         return bool(self.upstream)
 
     def shape_of(self, result: str) -> tuple[int, ...]:
-        """The shape that the contract gives to a result."""
+        """The shape that this package gives to a result."""
         if result.startswith("grad_"):
             return self.inputs[result.removeprefix("grad_")].shape
         tail = {"output": (self.inputs["value"].shape[-1],), "lse": (), "weights": (self.plane[-1],)}[result]

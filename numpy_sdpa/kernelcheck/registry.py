@@ -15,7 +15,7 @@ class Results(NamedTuple):
     """What a kernel gives for a whole problem, right or with a forward mistake in it."""
 
     problem: Problem
-    arrays: dict[str, Array]  # by result name, in the contract's shapes
+    arrays: dict[str, Array]  # by result name, in this package's shapes
     # an input's gradient before any sum over what was repeated (`Problem.full_shape`); None where that is not at hand
     unsummed: Callable[[str], Array] | None
 

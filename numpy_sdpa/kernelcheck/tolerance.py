@@ -36,7 +36,7 @@ def rounding_sigma(
         What the gold gradients come from; None when there are none.
     gold : mapping
         Names (output, lse, weights, grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_alibi_slopes) to
-        float64 results in the contract's shapes.
+        float64 results in this package's shapes.
     dtype : "float16", "bfloat16", "float32" or "float64"
         The kernel's precision, which is its query's dtype. Half types compute and add in float32.
 

@@ -7,7 +7,7 @@ import pytest
 import wrong_kernels
 
 from numpy_sdpa.kernelcheck import check_kernel, compare, make_case
-from numpy_sdpa.kernelcheck.cases import FEATURES, feature_sets
+from numpy_sdpa.kernelcheck.cases import FEATURES, MEANINGS, feature_sets
 
 RESULTS = ("output", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks", "grad_alibi_slopes")
 
@@ -61,7 +61,14 @@ def test_features_mean_what_they_say():
     assert made("lse_gradient")[0]["grad_lse"].shape == (2, 4, 48)
 
 
+def test_every_feature_has_a_meaning():
+    assert tuple(MEANINGS) == FEATURES
+    assert "".join(MEANINGS.values()).isascii()
+
+
 def test_what_make_case_refuses():
+    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
+        make_case(seed=-1)
     with pytest.raises(ValueError, match="unknown feature 'nonsense'"):
         make_case(["nonsense"])
     with pytest.raises(ValueError, match="exclude each other: bias, broadcast_bias"):
@@ -112,6 +119,9 @@ def test_a_kernel_that_fails_or_gives_nonsense_is_wrong_on_that_case():
     assert not report.passed
     assert "output must have shape" in report.cases[0].error
     assert report.cases[1].error == "raised ZeroDivisionError: oh"
+
+    report = check_kernel(lambda arrays, options: arrays["query"], features="causal", dtypes="float16")
+    assert [case.error for case in report.cases] == ["returned ndarray, not a mapping from names to arrays"] * 2
 
     def lazy(arrays, options):
         raise NotImplementedError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import wrong_kernels
 
-from numpy_sdpa.kernelcheck import compare
+from numpy_sdpa.kernelcheck import compare, make_case
 from numpy_sdpa.kernelcheck.mistakes import MISTAKES
 from numpy_sdpa.kernelcheck.report import HALF_PRECISION_SUMS
 
@@ -346,6 +346,15 @@ def test_sums_in_half_precision_are_told_by_the_size_of_the_error(stored, summed
     report = compare({**arrays, **{name: array.astype(np.float32) for name, array in results.items()}})
     assert [diagnosis.mistake for diagnosis in report.diagnosis] == ["half-precision-sums"], str(report)
     assert set(report.diagnosis[0].explains) == {n for n, array in report.arrays.items() if not array.passed}
+
+
+def test_an_error_in_a_key_that_nobody_sees_is_not_put_down_to_half_precision():
+    arrays, options = make_case("causal")
+    assert not arrays["grad_value"][..., -1, :].any()
+    arrays["grad_value"] = arrays["grad_value"] + 0.01 * np.sin(np.arange(32))
+    report = compare(arrays, **options)
+    assert not report.passed
+    assert report.diagnosis == ()
 
 
 def test_a_large_error_is_not_put_down_to_half_precision():

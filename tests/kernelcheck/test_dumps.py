@@ -346,6 +346,32 @@ def test_a_tolerance_of_ones_own(tmp_path, capsys):
     assert compare(arrays, tolerance={"output": 2e-4}, **options).arrays["lse"].tolerance < 1e-4
     write(tmp_path / "dump.npz", arrays, options)
     assert command(capsys, "compare", tmp_path / "dump.npz", "--tolerance", "2e-4")[0] == 0
+    code, _, err = command(capsys, "compare", tmp_path / "dump.npz", "--tolerance", "-1")
+    assert (code, err) == (2, "numpy-sdpa: tolerance must be at least 0, got -1.0\n")
+    with pytest.raises(DumpError, match="tolerance must be at least 0, got nan"):
+        compare(arrays, tolerance=float("nan"), **options)
+    with pytest.raises(DumpError, match="tolerance of output must be at least 0"):
+        compare(arrays, tolerance={"output": -1.0}, **options)
+    with pytest.raises(DumpError, match="tolerance of outptu: the results are output, lse"):
+        compare(arrays, tolerance={"outptu": 1e-3}, **options)
+
+
+def test_a_golden_array_that_was_left_in_is_named(tmp_path):
+    arrays, options = make_case("causal", query_length=5, key_length=6)
+    kernels = {**arrays, "output": arrays["output"].astype(np.float32)}
+    report = compare(kernels, **options)
+    assert report.passed
+    assert report.golden == ("lse", "grad_query", "grad_key", "grad_value")
+    assert "lse, grad_query, grad_key, grad_value: the golden result itself" in str(report)
+    zeros = {**kernels, "lse": arrays["lse"].astype(np.float32), "grad_output": 0 * arrays["grad_output"]}
+    zeros |= {name: 0 * arrays[name] for name in ("grad_query", "grad_key", "grad_value")}
+    assert compare(zeros, **options).golden == ()  # 0 is any kernel's
+
+
+def test_a_window_that_is_none_is_told_in_one_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command(capsys, "compare", "dump.npz", "--window", "3", "much")
+    assert capsys.readouterr().err.endswith("argument --window: each side is an int or none, got 'much'\n")
 
 
 def test_a_case_from_the_command_line_is_right(tmp_path, capsys):
@@ -353,10 +379,12 @@ def test_a_case_from_the_command_line_is_right(tmp_path, capsys):
     sizes = ["--batch", 1, "--query-heads", 2, "--query-length", 5, "--key-length", 7, "--head-size", 4]
     code, out, _ = command(capsys, "make-case", path, "--features", "causal", "bias", "--dtype", "float16", *sizes)
     assert code == 0
-    assert "grad_bias" in out
+    own = "output, lse, grad_query, grad_key, grad_value, grad_bias"
+    assert out.endswith(f"Next: put your kernel's own {own} in place of these, and: numpy-sdpa compare DUMP\n")
     code, out, _ = command(capsys, "compare", path)
     assert code == 0
     assert "golden result itself" in out
+    assert "--layout blhd" in command(capsys, "make-case", path, "--layout", "blhd")[1]
     code, _, err = command(capsys, "make-case", path, "--features", "nonsense")
     assert (code, err.count("\n")) == (2, 1)
     assert command(capsys, "make-case", tmp_path / "case.txt")[0] == 2

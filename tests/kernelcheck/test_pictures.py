@@ -52,7 +52,9 @@ def test_the_flag(tmp_path, capsys):
     assert (tmp_path / "report.png").exists()
     assert main(["compare", str(tmp_path / "dump.npz"), "--plot", str(tmp_path / "no" / "report.png")]) == 2
     assert main(["compare", str(tmp_path / "dump.npz"), "--plot", str(tmp_path / "report.nonsense")]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 2
+    assert printed.out.count("verdict") == 1, "refused before the work, not after"
 
 
 def test_a_lone_error_survives_the_shrinking():
