@@ -1,4 +1,8 @@
-"""The public calls: validate, compute in the arrays' own module, return. The mathematics is behind `dense`."""
+"""The public calls: validate, compute in the arrays' own module, return. The mathematics is behind `dense`.
+
+On the way, the same inputs are three records: `Inputs`, as they were given; `Differentiable`, those that have a
+gradient, in the compute dtype and shaped for the plane; `SDPAResiduals`, what was given beside all that was made.
+"""
 
 from typing import Any, Unpack
 
@@ -111,11 +115,28 @@ def scaled_dot_product_attention(
 def attention(
     query: Array, key: Array, value: Array, mask: Array | None = None, **options: Unpack[AttentionOptions]
 ) -> Array:
-    """softmax(scale · Q Kᵀ + bias) V, keeping nothing. Parameters as for `scaled_dot_product_attention`.
+    """softmax(scale · Q Kᵀ + bias) V, keeping nothing.
+
+    Parameters
+    ----------
+    query, key, value, mask, **options
+        As for `scaled_dot_product_attention`.
 
     Returns
     -------
     output : array (B…, Hq, L, Ev), in ``result_type(query, key, value)``
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `scaled_dot_product_attention`, which has no blockwise method.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> attention(np.zeros((2, 4)), np.ones((2, 4)), np.array([[1.0], [5.0]]), is_causal=True)
+    array([[1.],
+           [3.]])
     """
     return _forward(query, key, value, mask, options)[0]
 
@@ -123,13 +144,30 @@ def attention(
 def sdpa_forward(
     query: Array, key: Array, value: Array, mask: Array | None = None, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, SDPAResiduals]:
-    """The output and what a backward needs. Parameters as for `scaled_dot_product_attention`.
+    """The output and what a backward needs.
+
+    Parameters
+    ----------
+    query, key, value, mask, **options
+        As for `scaled_dot_product_attention`.
 
     Returns
     -------
     output : array (B…, Hq, L, Ev), in ``result_type(query, key, value)``
     residuals : SDPAResiduals
         Every array of the forward pass under its name, in the compute dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `scaled_dot_product_attention`, which has no blockwise method.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> output, residuals = sdpa_forward(np.zeros((1, 4)), np.ones((2, 4)), np.array([[1.0], [5.0]]))
+    >>> residuals.weights, residuals.lse
+    (array([[0.5, 0.5]]), array([0.69314718]))
     """
     output, residuals = _forward(query, key, value, mask, options)
     if output is residuals.output:
@@ -178,6 +216,15 @@ def sdpa_backward(
         gQ = scale · gS K,  gK = gSᵀ (scale · Q)
 
     where gS is gZ through the softcap. T. Dao et al., "FlashAttention", 2022, arXiv:2205.14135, appendix B.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> output, residuals = sdpa_forward(np.zeros((1, 4)), np.ones((2, 4)), np.array([[1.0], [5.0]]))
+    >>> gradients = sdpa_backward(np.ones((1, 1)), residuals)
+    >>> gradients.value, gradients.bias is None
+    (array([[0.5],
+           [0.5]]), True)
     """
     require_residuals(residuals, SDPAResiduals, "sdpa_forward")
     options = residuals.options
@@ -220,6 +267,13 @@ def sdpa_jvp(
     Notes
     -----
     With Ż the change of the logits: lse˙ = Σ P ∘ Ż + p_sink ṡink, Ṗ = P ∘ (Ż − lse˙), Ȯ = Ẇ V + W V̇.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> output, residuals = sdpa_forward(np.zeros((1, 4)), np.ones((2, 4)), np.array([[1.0], [5.0]]))
+    >>> sdpa_jvp(residuals, value=np.array([[1.0], [0.0]])).output
+    array([[0.5]])
     """
     given = Differentiable(query, key, value, bias, sinks, alibi_slopes, scale, softcap)
     options = _dense_only(residuals, "sdpa_jvp")
@@ -262,6 +316,20 @@ def sdpa_double_backward(
     ------
     ValueError
         As `sdpa_backward` and `sdpa_jvp`.
+
+    Notes
+    -----
+    The second derivatives are symmetric: the change of the backward along the cotangents is the gradient of
+    ⟨cotangents, backward⟩. docs/derivation.md derives every line.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> output, residuals = sdpa_forward(np.zeros((1, 4)), np.ones((2, 4)), np.array([[1.0], [5.0]]))
+    >>> second = sdpa_double_backward(np.ones((1, 1)), residuals, value=np.array([[1.0], [0.0]]))
+    >>> second.grad_output, second.value
+    (array([[0.5]]), array([[0.],
+           [0.]]))
     """
     given = Differentiable(query, key, value, bias, sinks, alibi_slopes, scale, softcap)
     options = _dense_only(residuals, "sdpa_double_backward")
@@ -290,6 +358,7 @@ def _forward(
 
 
 def _engine(options: Options) -> Any:
+    """The module that computes: each has forward(inputs, options) and backward(residuals, upstream)."""
     if options.method == "dense":
         return dense
     return blockwise

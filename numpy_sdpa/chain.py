@@ -86,6 +86,7 @@ def tile_of_bias(bias: Array | None, tile: Tile) -> Array | None:
 
 
 def logits_forward(operands: Differentiable, view: View) -> Logits:
+    """scores, then softcap, ALiBi and bias where they are on, then the mask."""
     xp = view.xp
     scores = steps.scores_forward(xp, operands.query, operands.key, operands.scale, view.group)
     capped = scores
@@ -107,7 +108,7 @@ def logits_backward(grad_logits: Array, scores: Array, operands: Differentiable,
     if operands.alibi_slopes is not None:
         grad_slopes = steps.alibi_backward(xp, grad_logits, view.distance)
     if operands.softcap is not None:
-        scores = steps.mask_backward(xp, scores, view.visible)
+        scores = steps.mask_backward(xp, scores, view.visible)  # what is hidden may be anything
         grad_scores, grad_softcap = steps.softcap_backward(xp, grad_logits, scores, operands.softcap)
     grads = steps.scores_backward(
         xp, grad_scores, operands.query, operands.key, operands.scale, view.visible, view.group
@@ -200,6 +201,7 @@ def logits_backward_tangent(
 
 
 def output_forward(weights: Array, value: Array, view: View) -> Array:
+    """The values' sum with the weights that dropout leaves."""
     dropped = steps.dropout(view.xp, weights, view.kept, view.dropout_p)
     return steps.output_forward(view.xp, dropped, value, view.visible, view.group)
 

@@ -27,6 +27,7 @@ def _prepare(arrays: Inputs | SDPAResiduals, options: Options) -> tuple[Differen
 
 
 def forward(inputs: Inputs, options: Options) -> SDPAResiduals:
+    """The chain on the whole plane; every array on the way is a residual."""
     xp = options.xp
     operands, view = _prepare(inputs, options)
     stages = chain.logits_forward(operands, view)  # 1

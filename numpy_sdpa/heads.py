@@ -14,10 +14,15 @@ def split_heads(hidden: Array, heads: int) -> Array:
     heads : int
         H, at least 1.
 
+    Returns
+    -------
+    array (B…, H, L, E)
+        A copy.
+
     Raises
     ------
-    ValueError
-        Where the last axis is not a multiple of `heads`.
+    TypeError, ValueError
+        Where hidden is no array or heads no int; where the last axis is not a multiple of `heads`.
 
     Examples
     --------
@@ -44,6 +49,16 @@ def merge_heads(heads: Array) -> Array:
     Parameters
     ----------
     heads : array (B…, H, L, E), any dtype
+
+    Returns
+    -------
+    array (B…, L, H·E)
+        A copy.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where heads is no array, or of lower rank.
 
     Examples
     --------

@@ -34,6 +34,13 @@ def softmax_jacobian(weights: Array) -> Array:
     ------
     TypeError, ValueError
         Where weights is not floating, or 0-d.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> softmax_jacobian(np.array([0.5, 0.5]))
+    array([[ 0.25, -0.25],
+           [-0.25,  0.25]])
     """
     weights = required("weights", weights)
     xp = array_namespace({"weights": weights})
@@ -73,6 +80,12 @@ def attention_jacobian(
     ------
     ValueError
         Where `wrt` is no differentiable input, or one that was not given; and as `sdpa_forward`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> attention_jacobian(np.zeros((1, 4)), np.ones((2, 4)), np.array([[1.0], [5.0]]), wrt="value").shape
+    (1, 1, 2, 1)
     """
     if wrt not in SDPAGradients._fields:
         raise ValueError(f"wrt must be one of {', '.join(SDPAGradients._fields)}, got {wrt!r}")

@@ -92,6 +92,13 @@ def merge_attention_backward(
         gO_a = w_a gO,  g_lse_a = w_a (g_lse + Σ gO ∘ (O_a − output))
 
     since w_a + w_b = 1 and ∂w_a / ∂lse_a = w_a w_b = −∂w_b / ∂lse_a. The same for b.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> parts = np.array([[3.0]]), np.array([0.0]), np.array([[5.0]]), np.array([0.0])  # of half the weight each
+    >>> [gradient.item() for gradient in merge_attention_backward(np.ones((1, 1)), None, *parts)]
+    [0.5, -0.5, 0.5, 0.5]
     """
     xp, parts = _parts(output_a, lse_a, output_b, lse_b)
     if grad_output is None and grad_lse is None:

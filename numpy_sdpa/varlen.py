@@ -175,6 +175,14 @@ def sdpa_varlen_backward(
     ------
     TypeError, ValueError
         As `sdpa_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> tokens = np.ones((5, 1, 4))
+    >>> output, residuals = sdpa_varlen_forward(tokens, tokens, tokens, [0, 2, 5], [0, 2, 5], is_causal=True)
+    >>> sdpa_varlen_backward(np.ones((5, 1, 4)), residuals).value[:, 0, 0].round(2)  # of sequences of 2 and of 3
+    array([1.5 , 0.5 , 1.83, 0.83, 0.33])
     """
     require_residuals(residuals, SDPAVarlenResiduals, "sdpa_varlen_forward")
     options = residuals.options

@@ -201,6 +201,13 @@ def check_jvp(
     ------
     AssertionError, TypeError, ValueError
         As in `check_vjp`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.array([0.5, 1.0])
+    >>> check_jvp(np.sin, lambda tangents, x: np.cos(x) * tangents[0], (x,)).passed
+    True
     """
     check_callable("jvp", jvp)
     check_choice("method", method, ("central", "complex"))
@@ -272,6 +279,13 @@ def check_adjoint(
     ------
     AssertionError, TypeError, ValueError
         As in `check_vjp`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.array([0.5, 1.0])
+    >>> check_adjoint(lambda t, x: np.cos(x) * t[0], lambda grad, x: grad * np.cos(x), (x,)).passed
+    True
     """
     check_callable("jvp", jvp)
     check_callable("vjp", vjp)
@@ -370,6 +384,13 @@ def check_taylor(
     ------
     AssertionError, TypeError, ValueError
         As in `check_vjp`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.array([0.5, 1.0])
+    >>> round(check_taylor(np.sin, lambda tangents, x: np.cos(x) * tangents[0], (x,), rng=0).rows[0].got, 1)
+    2.0
     """
     check_callable("jvp", jvp)
     check_choice("direction", direction, ("all", "random"))
