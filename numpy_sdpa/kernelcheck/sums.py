@@ -14,6 +14,7 @@ from numpy_sdpa.kernelcheck.precision import FORMATS, Precision
 PARTS = 16
 
 _TINY = np.finfo(np.float64).tiny
+_LOG_TINY = np.log(_TINY)
 
 
 def sum_variance(total: Array, squares: Array, count: int, precision: Precision) -> Array:
@@ -38,13 +39,16 @@ def weights_drift(weights: Array, log_weights: Array, axis: int, count: Array | 
     """`drift` of sums of `count` weights along an axis, whether all of them are alike or only many of them.
 
     What an addition rounds depends on the term, and on nothing else as long as the sum's exponent stays: other terms in
-    between change nothing. Weights that are lost from the sum are not looked at.
+    between change nothing, and terms that differ by less than the sum's eps are alike. Those that are lost from the sum
+    are not looked at.
     """
     total = np.sum(weights, axis=axis, keepdims=True)
     others = np.maximum(np.sum(weights > 0, axis=axis, keepdims=True) - 1, 1)
     counted = weights > precision.vanishing * total
     part = 0.0
-    for alike in _alike(log_weights, counted, axis, count * precision.vanishing):
+    for extreme in _extremes(log_weights, counted, axis):
+        scale = precision.vanishing * total / np.exp(np.maximum(extreme, _LOG_TINY))
+        alike = np.where(counted, _share((log_weights - extreme) ** 2, scale), 0.0)
         like_it = np.maximum(np.sum(alike, axis=axis, keepdims=True) - 1, 0)
         part = part + (like_it / others) ** 2
     return count**2 / 9 * np.minimum(part, 1)
@@ -59,20 +63,20 @@ def stored_alike(weights: Array, log_weights: Array, axis: int, precision: Preci
     if not precision.half:
         return np.zeros_like(total)
     share = np.zeros_like(total)
-    for alike in _alike(log_weights, weights > 0, axis, precision.half_eps):
+    for extreme in _extremes(log_weights, weights > 0, axis):
+        alike = np.where(weights > 0, _share((log_weights - extreme) ** 2, precision.half_eps), 0.0)
         share = share + (np.sum(weights * alike, axis=axis, keepdims=True) / total) ** 2
     return precision.half * np.minimum(share, 1)
 
 
-def _alike(log_weights: Array, counted: Array, axis: int, scale: Array | float) -> Iterator[Array]:
-    """How far the counted weights are like the largest of them along an axis, from 1 to 0; then, like the smallest.
+def _extremes(log_weights: Array, counted: Array, axis: int) -> Iterator[Array]:
+    """The logarithms of the largest and of the smallest counted weight along an axis.
 
-    That is: all weights of an even row; that of the first key and those of all others; the two sides of a saturated
-    softcap.
+    Like one of them are: all weights of an even row; that of the first key and those of all others; the two sides of a
+    saturated softcap.
     """
     for least, of in ((-np.inf, np.max), (np.inf, np.min)):
-        extreme = of(log_weights, axis=axis, keepdims=True, initial=least, where=counted)
-        yield np.where(counted, _share((log_weights - extreme) ** 2, scale), 0.0)
+        yield of(log_weights, axis=axis, keepdims=True, initial=least, where=counted)
 
 
 def _share(spread: Array, scale: Array | float) -> Array:
