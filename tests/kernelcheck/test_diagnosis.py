@@ -357,6 +357,16 @@ def test_an_error_in_a_key_that_nobody_sees_is_not_put_down_to_half_precision():
     assert report.diagnosis == ()
 
 
+@pytest.mark.parametrize("factor", [1.001, 0.997])
+def test_a_result_that_is_off_by_a_factor_is_not_put_down_to_half_precision(factor):
+    """The error is as large as that of sums in a half type, but not as random."""
+    arrays, options = make_case("causal")
+    wrong = arrays | {"output": arrays["output"] * np.float32(factor)}
+    report = compare(wrong, **options)
+    assert not report.passed
+    assert not report.diagnosis
+
+
 def test_a_large_error_is_not_put_down_to_half_precision():
     arrays, options = problem(dtype="bfloat16")
     results = wrong_kernels.run(arrays, options)
