@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -149,12 +150,30 @@ def test_overlapping_calls_leave_blas_as_it_was(two_blas_threads):
     with blas.single_threaded():
         thread.start()
         assert inside.wait(30)
-    assert set(blas_threads()) == {2}
+    assert set(blas_threads()) == {1}  # the other one has not left
     leave.set()
     thread.join()
     assert set(blas_threads()) == {2}
     with blas.single_threaded():
         assert set(blas_threads()) == {1}
+
+
+def test_calls_at_the_same_time_are_equal_bit_for_bit(two_blas_threads):
+    """Products by two threads of BLAS would be cut, and so rounded, elsewhere."""
+    arrays = np.random.default_rng(0).standard_normal((4, 2, 700, 64), np.float32)
+
+    def call(length):
+        query, key, value, upstream = arrays[:, :, :length]
+        output, residuals = numpy_sdpa.sdpa_forward(query, key, value, method="blockwise", workers=1)
+        return [output, *numpy_sdpa.sdpa_backward(upstream, residuals)[:3]]
+
+    lengths = [700, 150, 700, 300] * 3  # the short ones leave while the long ones are at it
+    expected = {length: call(length) for length in lengths}
+    with ThreadPoolExecutor(4) as pool:
+        for length, got in zip(lengths, pool.map(call, lengths), strict=True):
+            for one, other in zip(got, expected[length], strict=True):
+                np.testing.assert_array_equal(one, other)
+    assert set(blas_threads()) == {2}
 
 
 def test_an_error_in_the_engine_leaves_blas_as_it_was(two_blas_threads, monkeypatch):

@@ -185,36 +185,53 @@ class Workers:
 
 
 class _BLAS:
-    """BLAS on one thread while a call computes, and afterwards as it was.
+    """BLAS on one thread while any call computes, and as it was when the last one has left.
 
-    Of calls at the same time the first sets it back, since only the thread that limited BLAS can: the others go on
-    with however many threads it has then, slower but right.
+    The number of threads belongs to the process, or, where BLAS runs on OpenMP, to the thread that sets it: so every
+    call sets it, and each sets its own back.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_limited = False
-        self._controller: Any = None
+        self._calls = 0
+        self._before: list[int] = []  # of the process, when the first call came
+        self._found: list[Any] | None = None
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
+        libraries = self._libraries()
         with self._lock:
-            is_first, self._is_limited = not self._is_limited, True
-        if not is_first:
-            yield
-            return
+            own = [library.num_threads for library in libraries]
+            if self._calls == 0:
+                self._before = own
+            self._calls += 1
+            for library in libraries:
+                _set_threads(library, 1)
         try:
-            with self._libraries().limit(limits=1, user_api="blas"):
-                yield
+            yield
         finally:
-            self._is_limited = False
+            with self._lock:
+                self._calls -= 1
+                for library, mine, first in zip(libraries, own, self._before, strict=True):
+                    if getattr(library, "threading_layer", None) == "openmp":
+                        _set_threads(library, mine)
+                    elif self._calls == 0:
+                        _set_threads(library, first)
 
-    def _libraries(self) -> Any:
-        if self._controller is None:  # it looks through every loaded library, which takes some ms: once
+    def _libraries(self) -> list[Any]:
+        if self._found is None:  # it looks through every loaded library, which takes some ms: once
             from threadpoolctl import ThreadpoolController
 
-            self._controller = ThreadpoolController()
-        return self._controller
+            self._found = ThreadpoolController().select(user_api="blas").lib_controllers
+        return self._found
+
+
+def _set_threads(library: Any, count: int) -> None:
+    """From whichever thread: threadpoolctl ≥ 3.8 leaves a process's OpenBLAS to the thread that was first to set it."""
+    release = getattr(library, "clear_controlling_thread", lambda force: None)
+    release(force=True)
+    library.set_num_threads(count)
+    release(force=True)
 
 
 blas = _BLAS()
