@@ -19,7 +19,7 @@ docs/derivation.md derives each rule.
 
 from typing import Any, NamedTuple
 
-from numpy_sdpa._internal.namespace import Array, Namespace, astype, overwrite, real_part
+from numpy_sdpa._internal.namespace import Array, Namespace, astype, clipped, overwrite, real_part
 from numpy_sdpa._internal.shapes import fold_groups, repeat_heads, sum_heads, unfold_groups
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -174,9 +174,7 @@ def softcap_slope(xp: Namespace, scores: Array, softcap: Array) -> SoftcapSlope:
     The second form keeps its digits where t rounds to 1. u is clipped where d is negligible: at a score that overflowed
     u d would be ∞ · 0.
     """
-    u = scores / softcap
-    side = real_part(xp, u)
-    u = xp.where(xp.abs(side) > _SATURATED, _SATURATED * xp.sign(side), u)
+    u = clipped(xp, scores / softcap, _SATURATED)
     e = xp.exp(2 * u)
     return SoftcapSlope(u, xp.tanh(u), 4 / (2 + e + 1 / e))
 
@@ -311,7 +309,8 @@ def softmax_weights(xp: Namespace, exponentials: Array, row_sum: Array, visible:
 
 def log_sum_exp(xp: Namespace, row_shift: Array, row_sum: Array) -> Array:
     """lse = shift + log(row_sum), −∞ where the sum is 0."""
-    return xp.where(row_sum == 0, -xp.inf, row_shift + xp.log(_divisor(xp, row_sum)))
+    is_empty = row_sum == 0
+    return xp.where(is_empty, -xp.inf, row_shift + xp.log(xp.where(is_empty, 1, row_sum)))
 
 
 def _divisor(xp: Namespace, row_sum: Array) -> Array:

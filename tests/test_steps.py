@@ -66,6 +66,26 @@ def test_softcap_of_scores_that_overflow():
     assert np.isfinite(second.softcap)
 
 
+@pytest.mark.parametrize("cap", [1.0, 1e-3])
+def test_the_softcap_s_slope_by_a_complex_step(cap):
+    """At every size of the scores, saturated ones on both sides included: t, u d and d change as u does."""
+    scores = cap * np.array([-np.inf, -1e200, -900.0, -349.0, -3.0, -0.1, 0.0, 0.2, 5.0, 351.0, 800.0, np.inf])
+    step = 1e-100
+    u, t, d = steps.softcap_slope(np, scores, np.asarray(cap))
+    for of_scores, of_cap in ((1.0, 0.0), (0.0, 1.0)):
+        moved = scores + 1j * step * of_scores, np.asarray(cap + 1j * step * of_cap)
+        with np.errstate(invalid="ignore"):  # ∞ / a complex number
+            slope = steps.softcap_slope(np, *moved)
+        u_tangent = np.where(np.abs(u) < 350, (of_scores - u * of_cap) / cap, 0)
+        tangents = u_tangent, d * u_tangent, -2 * t * d * u_tangent
+        seen = np.isfinite(scores)
+        for got, real, tangent in zip(slope, (u, t, d), tangents, strict=True):
+            np.testing.assert_allclose(got.real[seen], real[seen], rtol=1e-12)  # exp(2u) loses 2u eps
+            np.testing.assert_allclose(got.imag[seen] / step, tangent[seen], rtol=1e-12, atol=1e-290)
+    assert (np.abs(u) <= 350).all()
+    assert np.isfinite(u * d).all()
+
+
 def with_sink(entries, sink_entry):
     return np.append(entries, np.full((*entries.shape[:-1], 1), sink_entry), axis=-1)
 

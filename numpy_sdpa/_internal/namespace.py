@@ -102,6 +102,14 @@ def real_part(xp: Namespace, array: Array) -> Array:
     return xp.real(array) if dtype_kind(xp, array.dtype) == "c" else array
 
 
+def clipped(xp: Namespace, array: Array, limit: float) -> Array:
+    """Within ±limit; a complex number whose real part is outside becomes ±limit."""
+    if dtype_kind(xp, array.dtype) != "c":
+        return xp.clip(array, -limit, limit)
+    real = xp.real(array)
+    return xp.where(xp.abs(real) > limit, limit * xp.sign(real), array)
+
+
 def dtype_name(dtype: DType) -> str:
     try:
         return np.dtype(dtype).name
