@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from numpy_sdpa.kernelcheck.cases import feature_sets, make_case
 from numpy_sdpa.kernelcheck.comparison import compare
 from numpy_sdpa.kernelcheck.problem import RESULTS
@@ -178,14 +180,22 @@ def _case(
 ) -> CaseReport:
     arrays, options = make_case(features, dtype=dtype, seed=seed, backward=backward, layout=layout, **sizes)
     inputs = {name: array for name, array in arrays.items() if name not in RESULTS}
+    asked = {name: np.copy(array) for name, array in inputs.items()}  # a kernel may write to what it is given
     try:
         results = kernel(dict(inputs), dict(options))
     except NotImplementedError as reason:
         return CaseReport(features=features, dtype=dtype, report=None, skipped=str(reason))
     except Exception as error:  # whatever a kernel may raise: the other cases are still of use
         return CaseReport(features=features, dtype=dtype, report=None, error=f"raised {type(error).__name__}: {error}")
+    if not isinstance(results, Mapping):
+        given = f"gave {type(results).__name__}, not a mapping from names (output, lse, grad_query, …) to arrays"
+        return CaseReport(features=features, dtype=dtype, report=None, error=given)
+    unknown = [str(name) for name in results if name not in RESULTS and name not in asked]
+    if unknown:
+        given = f"gave {', '.join(unknown)}: the names are {', '.join(RESULTS)}"
+        return CaseReport(features=features, dtype=dtype, report=None, error=given)
     try:
-        report = compare({**inputs, **results}, layout=layout, semantics=semantics, **options)
+        report = compare({**results, **asked}, layout=layout, semantics=semantics, **options)
     except ValueError as error:
         return CaseReport(features=features, dtype=dtype, report=None, error=str(error))
     return CaseReport(features=features, dtype=dtype, report=report)

@@ -1,5 +1,7 @@
 """`compare`: is a kernel right, and if not, which mistake is it?"""
 
+import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -67,6 +69,7 @@ def compare(
     >>> report.passed, report.arrays["lse"].passed, report.diagnosis
     (False, True, ())
     """
+    _check_tolerance(tolerance)
     dump = load(arrays, layout, semantics, options)
     problem = dump.problem
     _require_known_shapes(problem)
@@ -85,6 +88,15 @@ def compare(
             {name: drawn(name, problem.given[name], gold.results[name], badness[name]) for name in badness}
         ),
     )
+
+
+def _check_tolerance(tolerance: float | Mapping[str, float] | None) -> None:
+    given = tolerance if isinstance(tolerance, Mapping) else {"tolerance": 0.0 if tolerance is None else tolerance}
+    for name, bound in given.items():
+        if isinstance(tolerance, Mapping) and name not in RESULTS:
+            raise DumpError(f"tolerance has unknown name {name!r}: the names are {', '.join(RESULTS)}")
+        if not isinstance(bound, numbers.Real) or not 0 <= bound < math.inf:
+            raise DumpError(f"tolerance must be a finite number ≥ 0, got {bound!r}")
 
 
 def _judged(name: str, dump: Dump, gold: Gold, tolerance: float | Mapping[str, float] | None) -> Judged:
