@@ -211,7 +211,9 @@ def _(problem: Problem) -> Iterator[Change]:
         if np.any(np.isneginf(problem.inputs.get("bias", 0.0))):
             for where, hidden in (("masked", hidden_by_rules), ("−∞", hidden_by_any)):
                 over: dict[str, Callable[..., Any]] = {"logits": filled_over_bias(hidden), "logits_backward": stopped}
-                yield Change(f"{keys}, filled where the bias is {where} too", view=view, steps=over)
+                variant = f"{keys}, filled where the bias is {where} too"
+                yield Change(variant, view=view, steps=over)
+                yield Change(f"{variant}, gradient flowing", view=view, steps={"logits": over["logits"]})
         for fill in (-1e4, -1e5, -1e6, -1e7, -1e8):
             yield Change(f"{keys}, {fill:.0e} added", view=view, steps={"logits": adding(fill)})
 
@@ -698,6 +700,8 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
 def _(problem: Problem) -> Iterator[Change]:
     def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
         grads = right.logits_backward(kernel, grad_logits, run)
+        if kernel.operands.softcap is None:  # the forward pass has none
+            return grads
         scores = steps.mask_backward(np, run.scores, kernel.view.visible)
         return grads._replace(bias=steps.softcap_backward(np, grads.bias, scores, kernel.operands.softcap).scores)
 

@@ -248,6 +248,10 @@ LONG = {"L": 160, "S": 160, "batch": 1}
         ({"gqa-tiled", "group-sum-missing:0"}, GROUPED),
         ({"softmax-wrong-axis:heads", "grad-value-undropped"}, DROPOUT),
         ({"scale-from-value-size", "scale-missing-in-backward:key"}, {"scale": 0.3}),
+        (
+            {"softcap-ignored", "broadcast-sum-missing:first"},
+            {"softcap": 1.5, "bias": lambda rng: rng.standard_normal(12)},
+        ),
         ({"scale-by-d", "grad-bias-scaled"}, {"scale": 0.3, "bias": lambda rng: rng.standard_normal((2, 4, 9, 12))}),
     ],
     ids=lambda value: "+".join(sorted(value)),
