@@ -116,8 +116,8 @@ def check_kernel(
     kernel: Kernel,
     *,
     semantics: str = "torch",
-    dtypes: Iterable[str] = ("float32",),
-    features: Iterable[str] | None = None,
+    dtypes: str | Iterable[str] = ("float32",),
+    features: str | Iterable[str] | None = None,
     backward: bool = True,
     seed: int = 0,
     **sizes: int,
@@ -132,8 +132,8 @@ def check_kernel(
         `options` the others. NotImplementedError skips a case.
     semantics : str
         Whose meaning is right, and whose layout the arrays have: a name in `numpy_sdpa.kernelcheck.semantics`.
-    dtypes : iterable of "float16", "bfloat16", "float32", "float64"
-    features : iterable of str, optional
+    dtypes : "float16", "bfloat16", "float32", "float64", or several
+    features : str or iterable of str, optional
         Names of `make_case`'s features; each alone and all pairs. Default: all of them, some 400 cases a dtype.
     backward : bool
         With upstream gradients.
@@ -160,7 +160,8 @@ def check_kernel(
     4 cases run, 0 wrong, 0 skipped.
     """
     layout = system(semantics).layout
-    sets = list(feature_sets(features))
+    sets = list(feature_sets((features,) if isinstance(features, str) else features))
+    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     cases = tuple(
         _case(kernel, chosen, dtype, semantics, layout, backward, seed, sizes) for dtype in dtypes for chosen in sets
     )

@@ -126,6 +126,12 @@ def test_what_a_kernel_gives_must_be_a_mapping_of_results(given):
     assert report.cases[0].error.startswith("gave ")
 
 
+def test_one_feature_and_one_dtype_need_no_list():
+    report = check_kernel(wrong_kernels.run, features="causal", dtypes="float16")
+    assert report.passed
+    assert {case.dtype for case in report.cases} == {"float16"}
+
+
 def test_a_kernel_that_writes_to_its_inputs_is_judged_by_what_it_was_asked():
     def kernel(arrays, options):
         results = wrong_kernels.run(arrays, options)
