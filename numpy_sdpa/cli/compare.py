@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     from numpy_sdpa.cli.plotting import check_plot
     from numpy_sdpa.kernelcheck import DumpError, compare
 
+    if arguments.plot is not None:
+        check_plot(str(arguments.plot))
     given: dict[str, Any] = {name: getattr(arguments, name) for name in (*_FLAGS, "alignment", "window", *_NUMBERS)}
     options = {name: value for name, value in given.items() if value is not None}
     if arguments.plot:

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             **sizes,
         )
         write(arguments.file, arrays, options)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, MemoryError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"{arguments.file}: {error.strerror or error}") from error

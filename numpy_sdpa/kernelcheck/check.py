@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from numpy_sdpa.kernelcheck.cases import feature_sets, make_case
 from numpy_sdpa.kernelcheck.comparison import compare
 from numpy_sdpa.kernelcheck.problem import RESULTS
@@ -130,7 +132,7 @@ def check_kernel(
         `options` the others. NotImplementedError skips a case.
     semantics : str
         Whose meaning is right, and whose layout the arrays have: a name in `numpy_sdpa.kernelcheck.semantics`.
-    dtypes : any of "float16", "bfloat16", "float32", "float64"
+    dtypes : "float16", "bfloat16", "float32", "float64", or several
     features : str or iterable of str, optional
         Names of `make_case`'s features; each alone and all pairs. Default: all of them, some 400 cases a dtype.
     backward : bool
@@ -158,8 +160,8 @@ def check_kernel(
     4 cases run, 0 wrong, 0 skipped.
     """
     layout = system(semantics).layout
-    sets = list(feature_sets(features))
-    dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
+    sets = list(feature_sets((features,) if isinstance(features, str) else features))
+    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     cases = tuple(
         _case(kernel, chosen, dtype, semantics, layout, backward, seed, sizes) for dtype in dtypes for chosen in sets
     )
@@ -179,6 +181,7 @@ def _case(
 ) -> CaseReport:
     arrays, options = make_case(features, dtype=dtype, seed=seed, backward=backward, layout=layout, **sizes)
     inputs = {name: array for name, array in arrays.items() if name not in RESULTS}
+    asked = {name: np.copy(array) for name, array in inputs.items()}  # a kernel may write to what it is given
     try:
         results = kernel(dict(inputs), dict(options))
     except NotImplementedError as reason:
@@ -186,10 +189,14 @@ def _case(
     except Exception as error:  # whatever a kernel may raise: the other cases are still of use
         return CaseReport(features=features, dtype=dtype, report=None, error=f"raised {type(error).__name__}: {error}")
     if not isinstance(results, Mapping):
-        error = f"returned {type(results).__name__}, not a mapping from names to arrays"
-        return CaseReport(features=features, dtype=dtype, report=None, error=error)
+        given = f"gave {type(results).__name__}, not a mapping from names (output, lse, grad_query, …) to arrays"
+        return CaseReport(features=features, dtype=dtype, report=None, error=given)
+    unknown = [str(name) for name in results if name not in RESULTS and name not in asked]
+    if unknown:
+        given = f"gave {', '.join(unknown)}: the names are {', '.join(RESULTS)}"
+        return CaseReport(features=features, dtype=dtype, report=None, error=given)
     try:
-        report = compare({**inputs, **results}, layout=layout, semantics=semantics, **options)
+        report = compare({**results, **asked}, layout=layout, semantics=semantics, **options)
     except ValueError as error:
         return CaseReport(features=features, dtype=dtype, report=None, error=str(error))
     return CaseReport(features=features, dtype=dtype, report=report)

@@ -1,5 +1,7 @@
 """`compare`: is a kernel right, and if not, which mistake is it?"""
 
+import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -91,13 +93,12 @@ def compare(
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float] | None) -> None:
-    named = tolerance if isinstance(tolerance, Mapping) else {"": tolerance}
-    for name, bound in named.items():
-        of = f" of {name}" if name else ""
-        if name and name not in RESULTS:
-            raise DumpError(f"tolerance{of}: the results are {', '.join(RESULTS)}")
-        if bound is not None and not bound >= 0:  # NaN neither
-            raise DumpError(f"tolerance{of} must be at least 0, got {bound}")
+    given = tolerance if isinstance(tolerance, Mapping) else {"tolerance": 0.0 if tolerance is None else tolerance}
+    for name, bound in given.items():
+        if isinstance(tolerance, Mapping) and name not in RESULTS:
+            raise DumpError(f"tolerance has unknown name {name!r}: the names are {', '.join(RESULTS)}")
+        if not isinstance(bound, numbers.Real) or not 0 <= bound < math.inf:
+            raise DumpError(f"tolerance must be a finite number ≥ 0, got {bound!r}")
 
 
 def _judged(name: str, dump: Dump, gold: Gold, tolerance: float | Mapping[str, float] | None) -> Judged:

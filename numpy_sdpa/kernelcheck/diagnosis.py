@@ -24,10 +24,16 @@ _TRY_WHOLE = 2**13
 _CONFIRM_WHOLE = 2**20
 _TRY_ALL_AGAIN = 2**17  # on everything, where strips do not show what is wrong: some seconds
 
+# Forms of forward mistakes that backward ones are tried after.
+_FORMS = 10
+
 # What rounding may leave between a wrong kernel and the mistake that it made, relative (Frobenius): the arrays of a
 # wrong kernel carry errors like those of a right one, but their size is that of other numbers.
 _LEFT = {"float64": 1e-6, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 _LEFT_AT_MOST = 0.1
+# Of what should be 0 under a mistake rounding leaves a noise that no prediction has: predictions count as large as this
+# share of the right array at least.
+_LEAST = 1e-3
 # A mistake explains an array only if it takes away this much of its error.
 _GAIN = 3.0
 # Two candidates are ties if what they leave differs by less: the numbers are the same but for float64 rounding.
@@ -43,8 +49,8 @@ class Candidate(NamedTuple):
     variant: str = ""
     forward: tuple[Key, ...] = ()  # what the forward pass has wrong
     chain: tuple[Key, ...] = ()  # what the backward pass has wrong
-    statistics: tuple[Key, ...] = ()  # the forward pass whose lse and D the backward takes
-    own_row_dot: bool = False  # or its lse alone
+    lse: tuple[Key, ...] = ()  # what the forward pass has wrong whose lse the backward takes
+    row_dot: tuple[Key, ...] | None = ()  # and that whose D; None: it computes its own
     is_rewritten: bool = False  # changes single results, any of them or several
 
 
@@ -107,7 +113,8 @@ class _Diagnoser:
             if unexplained and size <= _CONFIRM_WHOLE:
                 # everything again only for what the strips cannot show at all
                 everything = size <= _TRY_ALL_AGAIN and not unexplained <= set(strips.given)
-                chosen += self._chosen(whole if everything else Rest(self.results), unexplained)
+                bases = [explanation.candidate.forward for explanation in chosen if explanation.candidate.forward]
+                chosen += self._chosen(whole if everything else Rest(self.results), unexplained, bases)
         unexplained = self.wrong - explained(chosen)
         diagnoses = named(best(chosen, self.wrong))
         errors = explained_by_half_sums(sample, unexplained, self.problem.dtype) if unexplained else None
@@ -117,8 +124,8 @@ class _Diagnoser:
 
     # Candidates
 
-    def _chosen(self, sample: Sample, wrong: set[str]) -> list[Explanation]:
-        """The best explanations of what is wrong, as far as this sample goes."""
+    def _chosen(self, sample: Sample, wrong: set[str], earlier: Iterable[tuple[Key, ...]] = ()) -> list[Explanation]:
+        """The best explanations of what is wrong, as far as this sample goes; `earlier` are forward mistakes found."""
         forward, gradients = wrong & set(FORWARD), wrong & set(GRADIENTS)
         chosen: list[Explanation] = []
         if forward:
@@ -128,8 +135,11 @@ class _Diagnoser:
         if not gradients:
             return chosen
         chosen = [self._with_backward(explanation, sample) for explanation in chosen]
+        # forms alike in all that they explain may differ in what a backward mistake leaves of the rest
+        forms = {explanation.candidate.forward for explanation in best(chosen, wrong, each_form=True)}
+        in_order = [candidate.forward for candidate in _forward_candidates(sample) if candidate.forward in forms]
+        bases = [*filter(None, [*in_order[:_FORMS], *earlier])]
         chosen = best(chosen, wrong, each_form=isinstance(sample, Strips))
-        bases = [explanation.candidate.forward for explanation in chosen if explanation.candidate.forward]
         for base in [*dict.fromkeys(bases), ()]:
             chosen += self._backward_over(base, sample, gradients - explained(chosen))
         # gradients alone may have a forward mistake and a backward one in them
@@ -178,8 +188,10 @@ class _Diagnoser:
             candidate, sample, names, worth_more=lambda: bool(residuals or candidate.forward)
         ):
             now = residual(outcome.given, outcome.gold)
+            least = _LEAST * float(np.linalg.norm(outcome.gold[np.isfinite(outcome.gold)]))
             then, form = min(
-                ((residual(outcome.given, array), form) for form, array in outcome.predicted), default=(math.inf, "")
+                ((residual(outcome.given, array, least), form) for form, array in outcome.predicted),
+                default=(math.inf, ""),
             )
             if name in self.wrong and then <= self.left[name] and then * gain <= now:
                 residuals[name] = then
@@ -222,16 +234,18 @@ def _outcomes(
         if change is not None and sample.can_try(change):
             yield from outcomes(sample.forward(change))
     if any(name in GRADIENTS for name in asked):
-        change, statistics_of = sample.change(candidate.chain), sample.change(candidate.statistics)
-        if change is not None and statistics_of is not None and sample.can_try(change):
-            yield from outcomes(sample.gradients(change, statistics_of, candidate.own_row_dot))
-            if statistics_of is sample.right or worth_more():
-                yield from outcomes(sample.column_gradients(change, statistics_of, candidate.own_row_dot))
+        change, lse_of = sample.change(candidate.chain), sample.change(candidate.lse)
+        row_dot_of = None if candidate.row_dot is None else sample.change(candidate.row_dot)
+        missing = lse_of is None or (candidate.row_dot is not None and row_dot_of is None)
+        if change is not None and lse_of is not None and not missing and sample.can_try(change):
+            yield from outcomes(sample.gradients(change, lse_of, row_dot_of))
+            if lse_of is row_dot_of is sample.right or worth_more():
+                yield from outcomes(sample.column_gradients(change, lse_of, row_dot_of))
 
 
 def _rewritten(candidate: Candidate, sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Outcome]]:
     change, rewritten = sample.change(candidate.chain), MISTAKES[candidate.mistake].rewritten
-    if change is None or rewritten is None or not sample.can_try(change):
+    if change is None or rewritten is None or not sample.can_rewrite(change):
         return
     compared = sample.results(change)
     for name in names:
@@ -259,38 +273,47 @@ def _forward_candidates(sample: Sample) -> Iterator[Candidate]:
 
 
 def _meetings(candidate: Candidate) -> Iterator[Candidate]:
-    """How a backward pass meets a forward mistake: it has it too, or takes its lse and D, or its lse alone."""
+    """How a backward pass meets a forward mistake: it has it too, or takes its lse and D, or one of them alone."""
     wrong = candidate.forward
-    yield candidate._replace(chain=wrong, statistics=wrong)
-    yield candidate._replace(chain=(), statistics=wrong)
-    yield candidate._replace(chain=(), statistics=wrong, own_row_dot=True)
+    yield candidate._replace(chain=wrong, lse=wrong, row_dot=wrong)
+    yield candidate._replace(chain=(), lse=wrong, row_dot=wrong)
+    yield candidate._replace(chain=(), lse=wrong, row_dot=None)
+    yield candidate._replace(chain=(), lse=(), row_dot=wrong)
 
 
 def _backward_candidates(sample: Sample, base: tuple[Key, ...]) -> Iterator[Candidate]:
     """Backward mistakes after a forward pass: the backward goes with that, or has that right."""
+    before = sample.change(base)
+    has_own_softmax = before is not None and "softmax" in before.steps  # no lse tells its weights
     for mistake, key in _forms(sample, is_backward=True):
+        change = sample.change((key,))
         for chain in dict.fromkeys([(*base, key), (key,)]):
-            for own_row_dot in (False, True):
-                yield Candidate(mistake.id, key[1], chain=chain, statistics=base, own_row_dot=own_row_dot)
+            # whose mistake is in the logits computes the softmax again, if it does not take the forward pass's lse
+            in_logits = change is not None and bool(change.options)
+            again = [chain] if in_logits or (has_own_softmax and base == chain[:-1]) else []
+            for lse in dict.fromkeys([base, *again]):
+                for row_dot in dict.fromkeys([base, lse if lse in again else None]):
+                    yield Candidate(mistake.id, key[1], chain=chain, lse=lse, row_dot=row_dot)
     for mistake in MISTAKES.values():
         if mistake.rewritten is not None:
             yield Candidate(mistake.id, chain=base, is_rewritten=True)
 
 
 def _forward_mistakes_in_backward(sample: Sample) -> Iterator[Candidate]:
-    """Forward mistakes in gradients alone: the backward computes a forward again, or takes the right lse (and D)."""
+    """Forward mistakes in gradients alone: the backward computes a forward again, or takes the right lse, D or both."""
     for mistake, key in _forms(sample, is_backward=False):
         candidate = Candidate(mistake.id, key[1], chain=(key,))
-        yield candidate._replace(statistics=(key,))
+        yield candidate._replace(lse=(key,), row_dot=(key,))
         yield candidate
-        yield candidate._replace(own_row_dot=True)
+        yield candidate._replace(row_dot=None)
+        yield candidate._replace(lse=(key,))
 
 
 # Comparing and choosing
 
 
-def residual(given: Array, predicted: Array) -> float:
-    """Relative Frobenius error of a prediction; inf where shapes or non-finite entries differ."""
+def residual(given: Array, predicted: Array, least: float = 0.0) -> float:
+    """Relative Frobenius error of a prediction, which counts as `least` at least; inf where shapes or NaN differ."""
     reshaped = _in_shape(predicted, given.shape)
     if reshaped is None:
         return math.inf
@@ -300,6 +323,7 @@ def residual(given: Array, predicted: Array) -> float:
     error = np.where(finite, given - reshaped, 0.0)
     # a fill of −1e9 that agrees must not make every other error small
     size = np.linalg.norm(reshaped[finite & ((error != 0) | (np.abs(reshaped) < 1e3))])
+    size = max(np.float64(size), np.float64(least))
     distance = np.linalg.norm(error)
     if not np.isfinite(distance):
         return math.inf

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +81,10 @@ def load(
     named = {**arrays, **given_options, **(options or {})}
     named = {name: value for name, value in named.items() if value is not None}
     _check_names(named)
-    values = {name: _value(name, value) for name, value in named.items()}
+    try:
+        values = {name: _value(name, value) for name, value in named.items()}
+    except (TypeError, ValueError) as error:
+        raise DumpError(" ".join(str(error).split())) from error
     _check_completeness(values)
     dtypes = {name: _stored_dtype(value) for name, value in values.items() if isinstance(value, np.ndarray)}
     if dtypes["query"] not in PRECISIONS:
@@ -134,27 +138,37 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return arrays, _parsed_options(arrays.pop("options", None))
     path = Path(source)
     readers = {".npz": _read_npz, ".safetensors": _read_safetensors}
-    if path.suffix not in readers:
+    ending = path.suffix.lower()
+    if ending not in readers:
         raise DumpError(f"a dump is a .npz or a .safetensors file, got {path.name}")
     try:
-        return readers[path.suffix](path)
+        return readers[ending](path)
     except OSError as error:
         raise DumpError(f"{path}: {error.strerror or error}") from error
 
 
 def _read_npz(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {}
+    # what zipfile and NumPy raise where a file, or one array in it, is cut off, damaged or compressed by another method
+    unreadable = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, MemoryError)
+    with path.open("rb") as stream:
+        try:
+            file = np.load(stream, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise DumpError(f"{path} is no .npz file, but a single array")
+        except DumpError:
+            raise
+        except unreadable as error:
+            raise DumpError(f"{path} is no .npz file") from error
+        arrays = {}
+        with file:
             for name in file.files:
                 try:
                     arrays[name] = file[name]
-                except ValueError as error:  # an object array would have to be unpickled, which may run anything
-                    raise DumpError(f"{path}: {name} cannot be read without pickle; save plain arrays") from error
-    except DumpError:
-        raise
-    except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        raise DumpError(f"{path} is no .npz file") from error
+                except unreadable as error:
+                    if "pickle" in str(error):  # which may run anything
+                        raise DumpError(f"{path}: {name} cannot be read without pickle; save plain arrays") from error
+                    reason = " ".join(str(error).split())
+                    raise DumpError(f"{path}: {name} is no readable array: {reason}") from error
     return arrays, _parsed_options(arrays.pop("options", None))
 
 
@@ -202,7 +216,7 @@ def _parsed_options(options: Any) -> dict[str, Any]:
     text = options.decode("utf-8", "replace") if isinstance(options, bytes) else str(options)
     try:
         parsed = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DumpError(f"options is no JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise DumpError(f"options must be a JSON object, got {type(parsed).__name__}")
@@ -225,7 +239,7 @@ def _check_names(named: Mapping[str, Any]) -> None:
 def _value(name: str, value: Any) -> Any:
     """An array of NumPy, or a plain number or word."""
     if name == "window" and isinstance(value, list | tuple | np.ndarray):
-        return tuple(None if side is None else int(side) for side in value)
+        return tuple(value.tolist()) if isinstance(value, np.ndarray) and value.ndim else value
     if name in ARRAYS or name in OPTION_ARRAYS:
         if isinstance(value, int | np.integer) and name == "query_offset":
             return int(value)
@@ -235,7 +249,10 @@ def _value(name: str, value: Any) -> Any:
 
 def _as_numpy(name: str, value: Any) -> Array:
     if isinstance(value, list | tuple | int | float | bool):
-        return np.asarray(value)
+        try:
+            return np.asarray(value)
+        except ValueError as error:
+            raise DumpError(f"{name} must be one array, got lists of different lengths") from error
     try:
         xp = array_namespace({name: value})
     except TypeError as error:
@@ -268,7 +285,7 @@ def _in_float64(name: str, value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype == np.dtype("V2"):
-        value = (value.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        value = np.asarray(value.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # 0-d stays an array
     is_floating = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
     if name in (*INPUTS, *UPSTREAM, *RESULTS) and not is_floating:
         raise DumpError(f"{name} must be floating, got {dtype_name(value.dtype)}")

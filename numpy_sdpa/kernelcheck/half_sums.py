@@ -81,7 +81,7 @@ class _HalfSums:
         bias = errors if operands.bias is None else operands.bias + errors
         kernel.operands = operands._replace(bias=bias)
         logits = kernel.step("logits").logits
-        shift = np.max(logits, axis=-1, keepdims=True)
+        shift = np.max(logits, axis=-1, keepdims=True, initial=-np.inf)
         shift = np.where(np.isfinite(shift), shift, 0)
         exponentials = np.exp(logits - shift)
         if self.statistics is None:

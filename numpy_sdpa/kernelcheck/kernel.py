@@ -199,7 +199,9 @@ class Kernel:
 
         Without `statistics` from the outside, rows are whole and use their own weights and their own D.
         """
-        weights = forward.weights if statistics is None else self.rebuilt_weights(forward.logits, statistics.lse)
+        weights = forward.weights
+        if statistics is not None:
+            weights = self.step("rebuilt_weights", forward.logits, statistics.lse)
         lse = forward.lse if statistics is None else statistics.lse
         grad_output = self.grad_output()
         if grad_output is None:
@@ -220,10 +222,6 @@ class Kernel:
             "alibi_slopes": gradients.alibi_slopes,
         }
 
-    def rebuilt_weights(self, logits: Array, lse: Array) -> Array:
-        weights = np.exp(logits - lse)
-        return weights if self.view.visible is None else np.where(self.view.visible, weights, 0)
-
 
 def logits(kernel: Kernel) -> chain.Logits:
     return chain.logits_forward(kernel.operands, kernel.view)
@@ -231,6 +229,12 @@ def logits(kernel: Kernel) -> chain.Logits:
 
 def softmax(kernel: Kernel, logits: Array) -> steps.Softmax:
     return steps.softmax_forward(np, logits, kernel.operands.sinks, kernel.view.visible)
+
+
+def rebuilt_weights(kernel: Kernel, logits: Array, lse: Array) -> Array:
+    """exp(Z − lse); a row whose lse is −∞ is left out, whatever this kernel sees in it."""
+    weights = np.where(lse == -np.inf, 0, np.exp(logits - lse))
+    return weights if kernel.view.visible is None else np.where(kernel.view.visible, weights, 0)
 
 
 def output(kernel: Kernel, weights: Array) -> Array:
@@ -267,6 +271,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "logits": logits,
     "softmax": softmax,
     "output": output,
+    "rebuilt_weights": rebuilt_weights,
     "output_backward": output_backward,
     "grad_lse": grad_lse,
     "softmax_backward": softmax_backward,

@@ -171,6 +171,23 @@ def _(problem: Problem) -> Iterator[Change]:
         stages = right.logits(kernel)
         return stages._replace(logits=np.where(_empty(kernel) & np.isfinite(stages.logits), FILL, stages.logits))
 
+    def filled_over_bias(hidden: Callable[[Kernel], Array]) -> Callable[[Kernel], chain.Logits]:
+        """The fill also where the bias is −∞, if `hidden` there."""
+
+        def logits(kernel: Kernel) -> chain.Logits:
+            stages = right.logits(kernel)
+            visible = True if kernel.view.visible is None else kernel.view.visible
+            return stages._replace(logits=np.where(_empty(kernel) & visible & hidden(kernel), FILL, stages.logits))
+
+        return logits
+
+    def hidden_by_rules(kernel: Kernel) -> Array:
+        visible = Kernel(kernel.problem, Change(inputs={"bias": None}), kernel.part).view.visible
+        return np.array(False) if visible is None else ~visible
+
+    def hidden_by_any(kernel: Kernel) -> Array:
+        return np.array(True)
+
     def adding(fill: float) -> Callable[[Kernel], chain.Logits]:
         """Logits as a kernel knows them beside a fill: in float32 −1e4 rounds them to 1e-3, −1e7 to whole numbers."""
         compute = np.float64 if problem.dtype == "float64" else np.float32
@@ -191,6 +208,12 @@ def _(problem: Problem) -> Iterator[Change]:
         view = seeing(options)
         yield Change(f"{keys}, filled", view=view, steps={"logits": filled, "logits_backward": stopped})
         yield Change(f"{keys}, filled, gradient flowing", view=view, steps={"logits": filled})
+        if np.any(np.isneginf(problem.inputs.get("bias", 0.0))):
+            for where, hidden in (("masked", hidden_by_rules), ("−∞", hidden_by_any)):
+                over: dict[str, Callable[..., Any]] = {"logits": filled_over_bias(hidden), "logits_backward": stopped}
+                variant = f"{keys}, filled where the bias is {where} too"
+                yield Change(variant, view=view, steps=over)
+                yield Change(f"{variant}, gradient flowing", view=view, steps={"logits": over["logits"]})
         for fill in (-1e4, -1e5, -1e6, -1e7, -1e8):
             yield Change(f"{keys}, {fill:.0e} added", view=view, steps={"logits": adding(fill)})
 
@@ -218,19 +241,27 @@ def _(problem: Problem) -> Iterator[Change]:
         grads = right.output_backward(kernel, grad_output, np.where(np.isnan(weights), 0, weights))
         return grads._replace(value=nan_heads(kernel, grads.value))
 
+    def stopped(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+        return right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
+
     def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
-        grads = right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
-        return grads._replace(query=nan_rows(kernel, grads.query), key=nan_heads(kernel, grads.key))
+        grads = stopped(kernel, grad_logits, run)
+        slopes = grads.alibi_slopes
+        return grads._replace(
+            query=nan_rows(kernel, grads.query),
+            key=nan_heads(kernel, grads.key),
+            bias=None if grads.bias is None else nan_rows(kernel, grads.bias),
+            alibi_slopes=None if slopes is None else nan_heads(kernel, slopes[..., None, None])[..., 0, 0],
+        )
 
     if np.all(problem.sees):
         return
-    spread: dict[str, Callable[..., Any]] = {
-        "output": output,
-        "output_backward": output_backward,
-        "logits_backward": logits_backward,
-    }
+    spread: dict[str, Callable[..., Any]] = {"output": output, "output_backward": output_backward}
     for variant, function in (("", softmax), ("lse too", softmax_nan_lse)):
-        yield Change(variant, steps={"softmax": function, **spread})
+        yield Change(variant, steps={"softmax": function, "logits_backward": logits_backward, **spread})
+        # where the mask was filled in, its gradient stops the NaN
+        of_values = f"{variant}, gradients of values alone".removeprefix(", ")
+        yield Change(of_values, steps={"softmax": function, "logits_backward": stopped, **spread})
 
 
 def right_change(problem: Problem) -> Change:
@@ -374,11 +405,22 @@ def _(problem: Problem) -> Iterator[Change]:
                 yield Change(" and ".join(after), steps=_capped_late(after, masked=False))
 
 
+def _without_gradient(name: str) -> dict[str, Callable[..., Any]]:
+    """What is not used has the gradient 0."""
+
+    def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+        grads = right.logits_backward(kernel, grad_logits, run)
+        return grads._replace(**{name: np.zeros_like(getattr(grads, name))})
+
+    return {"logits_backward": logits_backward}
+
+
 @forward("bias-ignored", "add the bias to the scores")
 def _(problem: Problem) -> Iterator[Change]:
     bias = problem.inputs.get("bias")
     if bias is not None:
         yield Change(inputs={"bias": np.zeros_like(bias)})
+        yield Change("its gradient 0", inputs={"bias": np.zeros_like(bias)}, steps=_without_gradient("bias"))
         if np.any(np.isneginf(bias)):
             yield Change("its −∞ kept", inputs={"bias": np.where(np.isneginf(bias), bias, 0)})
 
@@ -388,6 +430,8 @@ def _(problem: Problem) -> Iterator[Change]:
     slopes = problem.inputs.get("alibi_slopes")
     if slopes is not None:
         yield Change(inputs={"alibi_slopes": np.zeros_like(slopes)})
+        zeros = np.zeros_like(slopes)
+        yield Change("its gradient 0", inputs={"alibi_slopes": zeros}, steps=_without_gradient("alibi_slopes"))
 
 
 @forward("alibi-sign", "ALiBi lowers the scores with the distance: −slope · |p(i) − j|")
@@ -421,8 +465,28 @@ def _(problem: Problem) -> Iterator[Change]:
         without = steps.softmax_forward(np, logits, None, kernel.view.visible)
         return right.softmax(kernel, logits)._replace(lse=without.lse)
 
+    def with_sink(kernel: Kernel, lse: Array) -> Array:
+        return np.logaddexp(lse, kernel.operands.sinks[..., None, None])
+
+    # the upstream gradient of such an lse goes to its keys alone: P_without · g_lse, P_without = P exp(lse_with − lse)
+    def grad_lse(kernel: Kernel, lse: Array) -> Array:
+        return right.grad_lse(kernel, lse) * np.exp(np.where(lse == -np.inf, 0, with_sink(kernel, lse) - lse))
+
+    def rebuilt_weights(kernel: Kernel, logits: Array, lse: Array) -> Array:
+        return right.rebuilt_weights(kernel, logits, with_sink(kernel, lse))
+
+    def sinks_backward(kernel: Kernel, row_dot: Array, grad_lse: Array, lse: Array) -> Array | None:
+        return right.sinks_backward(kernel, row_dot, np.zeros((1, 1)), with_sink(kernel, lse))
+
     if problem.inputs.get("sinks") is not None:
         yield Change(steps={"softmax": softmax})
+        if "grad_lse" in problem.upstream:
+            own: dict[str, Callable[..., Any]] = {
+                "grad_lse": grad_lse,
+                "rebuilt_weights": rebuilt_weights,
+                "sinks_backward": sinks_backward,
+            }
+            yield Change("its gradient too", steps={"softmax": softmax, **own})
 
 
 @forward("dropout-not-rescaled", "divide the kept weights by 1 − p")
@@ -436,10 +500,29 @@ def _(problem: Problem) -> Iterator[Change]:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-@rewritten("lse-base-2", "give lse as a natural logarithm: multiply by ln 2", is_backward=False)
-def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
-    if name == "lse":
-        yield "", results.arrays[name] / math.log(2)
+@forward("lse-base-2", "give lse as a natural logarithm: multiply by ln 2")
+def _(problem: Problem) -> Iterator[Change]:
+    ln_2 = math.log(2)
+
+    def softmax(kernel: Kernel, logits: Array) -> steps.Softmax:
+        result = right.softmax(kernel, logits)
+        return result._replace(lse=result.lse / ln_2)
+
+    def grad_lse(kernel: Kernel, lse: Array) -> Array:
+        return right.grad_lse(kernel, lse) / ln_2
+
+    def rebuilt_weights(kernel: Kernel, logits: Array, lse: Array) -> Array:
+        return right.rebuilt_weights(kernel, logits, lse * ln_2)
+
+    def sinks_backward(kernel: Kernel, row_dot: Array, grad_lse: Array, lse: Array) -> Array | None:
+        return right.sinks_backward(kernel, row_dot, grad_lse, lse * ln_2)
+
+    own: dict[str, Callable[..., Any]] = {
+        "grad_lse": grad_lse,
+        "rebuilt_weights": rebuilt_weights,
+        "sinks_backward": sinks_backward,
+    }
+    yield Change(steps={"softmax": softmax, **own})
 
 
 @forward("softmax-wrong-axis", "normalise over the keys, the last axis of the scores")
@@ -455,7 +538,10 @@ def _(problem: Problem) -> Iterator[Change]:
         def softmax_backward(
             kernel: Kernel, weights: Array, grad_weights: Array, row_dot: Array, grad_lse: Array
         ) -> Array:
-            return weights * (grad_weights - np.sum(weights * grad_weights, axis=axis, keepdims=True) + grad_lse)
+            of_output = weights * (grad_weights - np.sum(weights * grad_weights, axis=axis, keepdims=True))
+            if "grad_lse" not in problem.upstream:
+                return of_output
+            return of_output + grad_lse * right.softmax(kernel, right.logits(kernel).logits).weights
 
         return {"softmax": softmax, "softmax_backward": softmax_backward}
 
@@ -490,6 +576,11 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
     other = {"grad_query": "grad_key", "grad_key": "grad_query"}.get(name)
     if other is not None and other in results.arrays:
         yield f"{other} given", results.arrays[other]
+    if other is not None and results.is_whole and results.unsummed and results.problem.resolved[1].group > 1:
+        copies = results.unsummed(other.removeprefix("grad_"))
+        if name == "grad_key":
+            copies = results.problem.in_groups("key", copies)
+        yield f"{other} given, before the sum over the group", copies
 
 
 @backward("grad-query-key-swapped", _EXCHANGED)
@@ -507,11 +598,18 @@ def _(problem: Problem) -> Iterator[Change]:
         yield Change("gS Q and gSᵀ K", steps={"logits_backward": logits_backward}, whole=True)
 
 
+def _scales(results: Results) -> set[float]:
+    """The scale that was asked for, and the kernel's own."""
+    asked = float(results.problem.resolved[0].scale)
+    return {asked, asked if results.scale is None else results.scale}
+
+
 @rewritten("scale-missing-in-backward", "scale the gradients of query and key: gQ = scale · gS K, gK = scale · gSᵀ Q")
 def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
-    scale = float(results.problem.resolved[0].scale)
-    if name in ("grad_query", "grad_key") and scale != 0:
-        yield "", results.arrays[name] / scale
+    if name in ("grad_query", "grad_key"):
+        for scale in _scales(results):
+            if scale != 0:
+                yield "", results.arrays[name] / scale
 
 
 @rewritten(
@@ -519,7 +617,8 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
 )
 def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
     if name in ("grad_query", "grad_key"):
-        yield "", results.arrays[name] * float(results.problem.resolved[0].scale)
+        for scale in _scales(results):
+            yield "", results.arrays[name] * scale
 
 
 @backward("softcap-derivative-missing", "multiply the scores' gradient by 1 − tanh²(scores / softcap)")
@@ -539,9 +638,9 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
         return
     of_heads = results.unsummed(name.removeprefix("grad_"))
     yield "not summed", of_heads
-    *batch, heads, length, size = of_heads.shape
-    of_groups = np.reshape(of_heads, (*batch, heads // group, group, length, size))
-    shape = problem.shape_of(name)
+    key_heads = problem.key_heads if results.key_heads is None else results.key_heads
+    of_groups = np.stack([of_heads[..., key_heads == head, :, :] for head in np.unique(key_heads)], axis=-4)
+    shape = results.arrays[name].shape
     yield "mean of the group", sum_to_shape(np, np.mean(of_groups, axis=-3), shape)
     for head in range(group):
         yield f"head {head} of the group alone", sum_to_shape(np, of_groups[..., head, :, :], shape)
@@ -590,17 +689,19 @@ _BIAS = "the gradient of the bias is that of the logits: neither the scale nor t
 
 @rewritten("grad-bias-scaled", _BIAS)
 def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
-    scale = float(results.problem.resolved[0].scale)
     if name == "grad_bias":
-        yield "times the scale", results.arrays[name] * scale
-        if scale != 0:
-            yield "divided by the scale", results.arrays[name] / scale
+        for scale in _scales(results):
+            yield "times the scale", results.arrays[name] * scale
+            if scale != 0:
+                yield "divided by the scale", results.arrays[name] / scale
 
 
 @backward("grad-bias-scaled", _BIAS)
 def _(problem: Problem) -> Iterator[Change]:
     def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
         grads = right.logits_backward(kernel, grad_logits, run)
+        if kernel.operands.softcap is None:  # the forward pass has none
+            return grads
         scores = steps.mask_backward(np, run.scores, kernel.view.visible)
         return grads._replace(bias=steps.softcap_backward(np, grads.bias, scores, kernel.operands.softcap).scores)
 
@@ -616,8 +717,15 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
 
 @backward("causal-ignored-in-backward", "apply the causal rule where the backward rebuilds the weights, too")
 def _(problem: Problem) -> Iterator[Change]:
+    def rows_kept(kernel: Kernel, logits: Array, lse: Array) -> Array:
+        return right.rebuilt_weights(kernel, logits, np.where(lse == -np.inf, 0, lse))
+
     if problem.resolved[1].is_causal:
         yield Change(options={"is_causal": False})
+        if not np.all(problem.sees):  # their lse is −∞
+            yield Change(
+                "rows that see nothing kept", options={"is_causal": False}, steps={"rebuilt_weights": rows_kept}
+            )
 
 
 @backward("lse-gradient-ignored", "add the upstream gradient of lse: gS = P ∘ (gP − D + g_lse)")

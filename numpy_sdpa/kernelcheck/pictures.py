@@ -51,7 +51,12 @@ def draw(report: "KernelReport", path: str | os.PathLike[str]) -> None:
     for (map_panel, row_panel), name in zip(panels, names, strict=True):
         drawn = report.picture.arrays.get(name)
         if drawn is None:
-            _tell_shapes(map_panel, row_panel, name, report)
+            array = report.arrays[name]
+            shapes = f"{name} has shape {tuple(array.got)}, expected {tuple(array.expected)}"
+            _tell(map_panel, row_panel, shapes)
+            continue
+        if not drawn.gold.size:
+            _tell(map_panel, row_panel, f"{name} has no entries")
             continue
         image = _draw_map(map_panel, name, report, drawn, matplotlib.colormaps["RdBu_r"], decades)
         _draw_row(row_panel, drawn)
@@ -64,11 +69,9 @@ def draw(report: "KernelReport", path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _tell_shapes(map_panel: Any, row_panel: Any, name: str, report: "KernelReport") -> None:
-    array = report.arrays[name]
+def _tell(map_panel: Any, row_panel: Any, text: str) -> None:
     row_panel.set_axis_off()
     map_panel.set_axis_off()
-    text = f"{name} has shape {tuple(array.got)}, expected {tuple(array.expected)}"
     map_panel.text(0, 0.5, text, transform=map_panel.transAxes)
 
 

@@ -27,7 +27,7 @@ RESULTS = FORWARD + GRADIENTS
 # What a masked logit is filled with by a mistake: below all logits, and a float64 of its size still holds an lse's
 # digits.
 FILL = -1e9
-LARGEST_FILL = -1e3  # no kernel fills with a larger number
+LARGEST_FILL = -30.0  # a larger number would show in rows that see something
 
 _TILE = 2**22  # elements of the plane whose visibility is looked at together
 
@@ -110,7 +110,8 @@ class Problem:
         given = given if given is not None and given.shape == lse.shape else lse
         of_empty_rows = given if self.system.lse_of_empty_rows is None else self.system.lse_of_empty_rows
         lse = np.where(lse == -np.inf, of_empty_rows, lse)
-        lse = np.where((lse < FILL / 2) & (given < LARGEST_FILL) & np.isfinite(given), given, lse)
+        filled = np.isfinite(lse) & (lse < FILL / 2)
+        lse = np.where(filled & np.isfinite(given) & (given < LARGEST_FILL), given, lse)
         return lse if self.outside is None else np.where(self.outside[..., rows], -np.inf, lse)
 
     def has_gradients(self) -> bool:

@@ -18,6 +18,9 @@ class Results(NamedTuple):
     arrays: dict[str, Array]  # by result name, in this package's shapes
     # an input's gradient before any sum over what was repeated (`Problem.full_shape`); None where that is not at hand
     unsummed: Callable[[str], Array] | None
+    scale: float | None = None  # with which it computed, and which key head each query head read, where a mistake
+    key_heads: Array | None = None  # changed that
+    is_whole: bool = True  # not a sample
 
 
 @dataclass

@@ -235,7 +235,7 @@ def judge(given: Array, gold: Array, bound: Array | float, frobenius_bound: floa
         relative = np.where(error == 0, 0.0, error / np.abs(gold))
     non_finite = int(np.sum(~same & ~both_finite))
     share = (
-        None if frobenius_bound is None else float(np.linalg.norm(error)) / max(frobenius_bound, np.finfo(float).tiny)
+        None if frobenius_bound is None else float(np.linalg.norm(error) / max(frobenius_bound, np.finfo(float).tiny))
     )
     worst = np.unravel_index(int(np.argmax(badness)), badness.shape) if badness.size else None
     report = ArrayReport(

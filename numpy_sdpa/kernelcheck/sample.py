@@ -54,15 +54,19 @@ class Sample:
     def can_try(self, change: Change) -> bool:
         raise NotImplementedError
 
+    def can_rewrite(self, change: Change) -> bool:
+        """Whether mistakes in single results can be tried on those of a kernel with this change."""
+        return self.can_try(change)
+
     def forward(self, change: Change) -> Arrays:
         """Output, lse and weights."""
         raise NotImplementedError
 
-    def gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
-        """By a backward pass with a change in it, which takes lse and D from a forward pass (or computes D itself)."""
+    def gradients(self, change: Change, lse_of: Change, row_dot_of: Change | None) -> Arrays:
+        """By a backward pass with a change in it, with lse and D from forward passes (D None: it computes its own)."""
         raise NotImplementedError
 
-    def column_gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
+    def column_gradients(self, change: Change, lse_of: Change, row_dot_of: Change | None) -> Arrays:
         """Those that `gradients` leaves out since they need more rows, and a forward pass over these."""
         return {}
 
@@ -93,6 +97,7 @@ class Whole(Sample):
     def __init__(self, whole: Results) -> None:
         super().__init__(whole.problem, whole.problem.given, whole.arrays)
         self.whole = whole
+        self._last: tuple[Change, Compared] | None = None
 
     def can_try(self, change: Change) -> bool:
         return True
@@ -101,14 +106,20 @@ class Whole(Sample):
         kernel = Kernel(self.problem, change)
         return self._forward_results(kernel, kernel.forward())
 
-    def gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
-        if change.problem is not statistics_of.problem:
+    def gradients(self, change: Change, lse_of: Change, row_dot_of: Change | None) -> Arrays:
+        others = (lse_of, row_dot_of or change)
+        if any(change.problem is not other.problem for other in others):
             return {}  # another problem's statistics are of other rows
-        return self._gradient_results(*self._backward(change, statistics_of, own_row_dot))
+        return self._gradient_results(*self._backward(change, lse_of, row_dot_of))
 
     def results(self, change: Change) -> Compared:
         if change is self.right:
             return Compared(self.whole, self.given, self.gold)
+        if self._last is None or self._last[0] is not change:  # asked for again by every mistake that goes on from it
+            self._last = (change, self._results(change))
+        return self._last[1]
+
+    def _results(self, change: Change) -> Compared:
         kernel = Kernel(self.problem, change)
         forward = kernel.forward()
         arrays = self._forward_results(kernel, forward)
@@ -116,7 +127,9 @@ class Whole(Sample):
         if self.problem.has_gradients():
             unsummed = kernel.backward(forward)
             arrays |= self._gradient_results(kernel, unsummed)
-        return Compared(Results(self.problem, arrays, self._full(unsummed).__getitem__), self.given, self.gold)
+        scale, key_heads = float(kernel.operands.scale), kernel.key_heads
+        results = Results(self.problem, arrays, self._full(unsummed).__getitem__, scale, key_heads)
+        return Compared(results, self.given, self.gold)
 
     def right_parts(self) -> Iterator[tuple[Kernel, Statistics | None]]:
         yield Kernel(self.problem, self.right), None
@@ -125,15 +138,9 @@ class Whole(Sample):
         forward = {name: array for name, array in arrays.items() if name in FORWARD}
         return forward | self._gradient_results(kernel, {n: a for n, a in arrays.items() if n not in FORWARD})
 
-    def _backward(self, change: Change, statistics_of: Change, own_row_dot: bool) -> tuple[Kernel, Arrays]:
+    def _backward(self, change: Change, lse_of: Change, row_dot_of: Change | None) -> tuple[Kernel, Arrays]:
         kernel = Kernel(self.problem, change)
-        statistics = None
-        if statistics_of is not change or own_row_dot:
-            other = Kernel(self.problem, statistics_of)
-            statistics = other.statistics(other.forward())
-            if own_row_dot:
-                statistics = statistics._replace(row_dot=None)
-        return kernel, kernel.backward(kernel.forward(), statistics)
+        return kernel, kernel.backward(kernel.forward(), statistics_of(self.problem, change, lse_of, row_dot_of))
 
     def _full(self, unsummed: Arrays) -> Arrays:
         full = {}
@@ -169,11 +176,27 @@ class Whole(Sample):
         return results
 
 
+def statistics_of(
+    problem: Problem, change: Change, lse_of: Change, row_dot_of: Change | None, part: Part | None = None
+) -> Statistics | None:
+    """lse and D of a part's rows from the forward passes with these changes; None where a kernel uses all its own."""
+    if lse_of is change and row_dot_of in (change, None):
+        return None
+    of = {}
+    for other in {lse_of, row_dot_of or lse_of}:
+        kernel = Kernel(problem, other, part)
+        of[other] = kernel.statistics(kernel.forward())
+    return Statistics(of[lse_of].lse, None if row_dot_of is None else of[row_dot_of].row_dot)
+
+
 class Rest(Whole):
     """Every entry, for those mistakes that strips cannot show."""
 
     def can_try(self, change: Change) -> bool:
         return change.whole
+
+    def can_rewrite(self, change: Change) -> bool:
+        return True
 
 
 class Strips(Sample):
@@ -243,30 +266,32 @@ class Strips(Sample):
         lse = self.problem.lse_of_system(forward.lse[..., 0], self.given.get("lse"), self.rows.row_indices())
         return {"output": forward.output, "lse": lse, "weights": forward.weights}
 
-    def gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
+    def gradients(self, change: Change, lse_of: Change, row_dot_of: Change | None) -> Arrays:
         kernel = Kernel(self.problem, change, self.rows)
-        statistics = None
-        if statistics_of is not change or own_row_dot:
-            other = Kernel(self.problem, statistics_of, self.rows)
-            statistics = other.statistics(other.forward())
-            statistics = statistics._replace(row_dot=None) if own_row_dot else statistics
+        statistics = statistics_of(self.problem, change, lse_of, row_dot_of, self.rows)
         gradients = kernel.backward(kernel.forward(), statistics)
         results = {"grad_query": gradients["query"]}
         if gradients["bias"] is not None:
             results["grad_bias"] = gradients["bias"]
         return results
 
-    def column_gradients(self, change: Change, statistics_of: Change, own_row_dot: bool) -> Arrays:
+    def column_gradients(self, change: Change, lse_of: Change, row_dot_of: Change | None) -> Arrays:
+        unsummed = self._of_columns(change, lse_of, row_dot_of)
+        return {f"grad_{name}": np.sum(array, axis=-3, keepdims=True) for name, array in unsummed.items()}
+
+    def _of_columns(self, change: Change, lse_of: Change, row_dot_of: Change | None) -> Arrays:
+        """Gradients of the sample's keys and values by query head; none where that takes too long."""
         part = self._column_part(change)
-        if own_row_dot or not len(part.heads) or not self._is_quick(part, statistics_of):
+        if row_dot_of is None or not len(part.heads) or not all(self._is_quick(part, c) for c in (lse_of, row_dot_of)):
             return {}
         kernel = Kernel(self.problem, change, part)
-        gradients = kernel.backward(kernel.forward(), self._statistics(statistics_of, part))
-        return {f"grad_{name}": np.sum(gradients[name], axis=-3, keepdims=True) for name in ("key", "value")}
+        lse, row_dot = self._statistics(lse_of, part).lse, self._statistics(row_dot_of, part).row_dot
+        gradients = kernel.backward(kernel.forward(), Statistics(lse, row_dot))
+        return {name: gradients[name] for name in ("key", "value")}
 
-    def _is_quick(self, part: Part, statistics_of: Change) -> bool:
+    def _is_quick(self, part: Part, change: Change) -> bool:
         """Whether a forward pass over all keys of the part's heads is a matter of a second, or none is needed."""
-        return statistics_of is self.right or len(part.heads) * math.prod(self.problem.plane[-2:]) <= _FORWARD_PLANE
+        return change is self.right or len(part.heads) * math.prod(self.problem.plane[-2:]) <= _FORWARD_PLANE
 
     def _statistics(self, change: Change, part: Part) -> Statistics:
         """Every row's, for the part's heads."""
@@ -289,9 +314,16 @@ class Strips(Sample):
         if change is self.right:
             return Compared(self.whole, self.whole.problem.given, self.whole.arrays)
         arrays = self.forward(change)
+        unsummed: Arrays = {}
         if self.problem.has_gradients():
-            arrays |= self.gradients(change, change, own_row_dot=False)
-        return Compared(Results(self.problem, arrays, None), self.given, self.gold)
+            unsummed = self._of_columns(change, change, change)
+            arrays |= self.gradients(change, change, change)
+            arrays |= {f"grad_{name}": np.sum(array, axis=-3, keepdims=True) for name, array in unsummed.items()}
+        scale = change.inputs.get("scale", self.problem.resolved[0].scale)
+        key_heads = np.zeros(self.problem.resolved[1].group, int)  # of the sample's one key head
+        of_copies = unsummed.__getitem__ if unsummed else None
+        results = Results(self.problem, arrays, of_copies, float(scale), key_heads, is_whole=False)
+        return Compared(results, self.given, self.gold)
 
     def right_parts(self) -> Iterator[tuple[Kernel, Statistics | None]]:
         yield Kernel(self.problem, self.right, self.rows), None
@@ -340,9 +372,9 @@ def strips_of(badness: Array, count: int, taken: tuple[slice, ...]) -> tuple[sli
     for strip in taken:
         free[strip] = -1
     size = count // 4
-    first = int(np.argmax(free))
+    first = min(max(int(np.argmax(free)) - size // 2, 0), length - size)  # all of it inside
     # a quarter of the length apart, and not where an earlier sample was
-    starts = sorted((first - size // 2 + number * length // 4) % length for number in range(4))
+    starts = sorted((first + number * length // 4) % length for number in range(4))
     strips: list[slice] = []
     for start in starts:
         start = min(max(start, strips[-1].stop if strips else 0), length)

@@ -49,7 +49,7 @@ def test_it_is_the_reference(case):
     whole = Whole(gold.as_results())
     kernel = Kernel(problem)
     results = whole._forward_results(kernel, kernel.forward())
-    results |= whole.gradients(RIGHT, RIGHT, own_row_dot=False)
+    results |= whole.gradients(RIGHT, RIGHT, RIGHT)
     for name, expected in gold.results.items():
         assert_close(results[name], expected, name)
 

@@ -57,6 +57,15 @@ def test_the_flag(tmp_path, capsys):
     assert printed.out.count("verdict") == 1, "refused before the work, not after"
 
 
+@pytest.mark.parametrize("name", ["", "report.xyz", "missing/report.png"], ids=["a folder", "an ending", "no folder"])
+def test_where_no_picture_can_go_is_told_first(tmp_path, capsys, name):
+    arrays, options = make_case("causal")
+    write(tmp_path / "dump.npz", arrays, options)
+    code = main(["compare", str(tmp_path / "dump.npz"), "--plot", str(tmp_path / name)])
+    captured = capsys.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+
+
 def test_a_lone_error_survives_the_shrinking():
     badness = np.zeros((2, 5000))
     badness[1, 4321] = 7.0
