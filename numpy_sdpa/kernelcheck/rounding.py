@@ -314,6 +314,7 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     row_dot = np.sum(weights * grad_weights, axis=-1, keepdims=True)
     row_dot_variance = _row_dot_variance(tile, grad_weights, of_products, like_products[1])
     row_dot_variance += _output_dot_variance(tile, grad_output, output, products, squares, precision)
+    row_dot_variance += _row_dot_lost(tile, grad_weights, row_dot, precision)
     inside = grad_weights - row_dot
     grad_logits = weights * (inside + grad_lse)
     own = of_products + (weights * inside) ** 2 + (tile.exponential + 2) * grad_logits**2
@@ -344,6 +345,15 @@ def _row_dot_variance(tile: Forward, grad_weights: Array, of_products: Array, li
     own = own + of_products * np.maximum(tile.like_keys, like_products) + (tile.count / 6 + 1) * terms**2
     shared = tile.together + tile.sink.exponential * tile.sink.weight**2
     return np.sum(own, axis=-1, keepdims=True) + shared * row_dot**2 + tile.count * partial_sums(terms)
+
+
+def _row_dot_lost(tile: Forward, grad_weights: Array, row_dot: Array, precision: Precision) -> Array:
+    """Where gP is stored in a half type and the weights are alike, rounding P ∘ (gP − D) takes a small D away again."""
+    if not precision.half:
+        return np.zeros_like(row_dot)
+    taken = np.minimum(np.abs(row_dot), precision.half_eps / 2 * np.abs(grad_weights))
+    lost = np.sum(tile.weights * taken, axis=-1, keepdims=True) / precision.rounding
+    return tile.alike / precision.half * lost**2
 
 
 def partial_sums(terms: Array) -> Array:

@@ -107,6 +107,7 @@ HARD = {
     "underflow of weights": lambda: draw_problem(1088, "float16"),
     "two sizes of weights under a saturated softcap": lambda: draw_problem(1250, "float16"),
     "many small terms beside a large one": lambda: draw_problem(2618, "float32"),
+    "row dots that rounding takes away": lambda: draw_problem(2325, "bfloat16"),
     "slopes of a saturated softcap that are all rounding": lambda: draw_problem(1504, "float32"),
     "a row of large logits that errs as one": lambda: draw_problem(1679, "float32"),
 }
