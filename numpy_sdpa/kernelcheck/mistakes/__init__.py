@@ -1,0 +1,12 @@
+"""The mistakes that kernels make, each a small mutation of the reference. To add one, write one function in here.
+
+A function under ``@forward`` or ``@backward`` yields a `Change` of the chain for each form that the mistake takes;
+one under ``@rewritten`` yields what a single result becomes, from the results of a run without it. What does not
+apply to a problem yields nothing, or changes nothing. The remedy is the sentence that the report prints.
+"""
+
+from numpy_sdpa.kernelcheck.mistakes import backward  # after `forward`, which it imports: ties are in this order
+from numpy_sdpa.kernelcheck.mistakes.forward import right_change
+from numpy_sdpa.kernelcheck.registry import MISTAKES
+
+__all__ = ["MISTAKES", "backward", "right_change"]
