@@ -90,7 +90,24 @@ def load(
     if dtypes["query"] not in PRECISIONS:
         raise DumpError(f"query must be one of {', '.join(PRECISIONS)}, got {dtypes['query']}")
     values = {name: _in_float64(name, value) for name, value in values.items()}
-    return _dump({**values, **of_system.options(values)}, dtypes, layout or of_system.layout, of_system)
+    values |= of_system.options(values)
+    layout = layout or of_system.layout
+    try:
+        return _dump(dict(values), dtypes, layout, of_system)
+    except DumpError as error:
+        raise DumpError(f"{error}{_other_layout(values, dtypes, layout, of_system)}") from error
+
+
+def _other_layout(values: dict[str, Any], dtypes: dict[str, str], layout: str, of_system: System) -> str:
+    """A hint, where the shapes agree in the other layout."""
+    other = {"bhld": "blhd", "blhd": "bhld"}.get(layout)
+    if other is None:
+        return ""
+    try:
+        _dump(dict(values), dtypes, other, of_system)
+    except DumpError:
+        return ""
+    return f"; in layout {other} all shapes agree"
 
 
 def _dump(values: dict[str, Any], dtypes: dict[str, str], layout_name: str, of_system: System) -> Dump:

@@ -436,6 +436,16 @@ def test_a_tolerance_of_ones_own(tmp_path, capsys):
         compare(arrays, tolerance={"outputs": 2e-4}, **options)
 
 
+def test_the_other_layout_is_named_where_its_shapes_agree():
+    arrays, options = make_case("gqa", layout="blhd")
+    with pytest.raises(DumpError, match=r"; in layout blhd all shapes agree$"):
+        compare(arrays, **options)
+    assert compare(arrays, layout="blhd", **options).passed
+    with pytest.raises(DumpError) as caught:
+        compare({**arrays, "value": arrays["value"][:, 1:]}, layout="blhd", **options)
+    assert "layout" not in str(caught.value)
+
+
 def test_a_golden_array_that_was_left_in_is_named(tmp_path):
     arrays, options = make_case("causal", query_length=5, key_length=6)
     kernels = {**arrays, "output": arrays["output"].astype(np.float32)}
