@@ -107,7 +107,11 @@ class Line:
 
     def project_deviations(self, deviations: np.ndarray) -> np.ndarray:
         """The standard deviation of each result from those of the entries, which are independent."""
-        return deviations if self.weights is None else np.sqrt(self.weights**2 @ deviations**2)
+        if self.weights is None:
+            return deviations
+        largest = np.max(deviations, initial=0.0)  # squares of numbers past 1e154 overflow
+        unit = largest if 0 < largest < np.inf else 1.0
+        return unit * np.sqrt(self.weights**2 @ (deviations / unit) ** 2)
 
     def change(self, direction: Direction, t: float) -> np.ndarray:
         return self.project(self.entry_changes(direction, t))

@@ -65,7 +65,9 @@ def _noise(line: Line, start: float, probe: np.ndarray) -> np.ndarray:
 def _norms(problem: Problem, entries: np.ndarray) -> np.ndarray:
     """The norm of each output."""
     parts = [problem.layout.part(output) for output in range(problem.layout.outputs)]
-    return np.array([float(np.linalg.norm(entries[part])) for part in parts])
+    largest = float(np.max(np.abs(entries), initial=0.0))  # squares of numbers past 1e154 overflow
+    unit = largest if 0 < largest < np.inf else 1.0
+    return np.array([unit * float(np.linalg.norm(entries[part] / unit)) for part in parts])
 
 
 def worst_of(rows: list[GradientRow]) -> GradientRow:

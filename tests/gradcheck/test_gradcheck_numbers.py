@@ -261,3 +261,29 @@ def test_no_component_of_a_direction_is_near_zero():
     direction = random_direction(np.random.default_rng(0), 10000)
     assert np.min(np.abs(direction)) >= 0.5
     assert abs(np.mean(direction)) < 0.05
+
+
+@pytest.mark.parametrize("size", [1e150, 1e200, 1e300])
+def test_numbers_whose_squares_overflow_raise_no_warning(size):
+    """A right gradient is right or, where the quotient's uncertainty is past the range, undecided; never wrong."""
+    point = np.array([1.0, 2.0, -1.5])
+
+    def function(x):
+        return size * np.sin(x)
+
+    def vjp(grad, x):
+        return size * np.cos(x) * grad
+
+    def jvp(tangents, x):
+        return size * np.cos(x) * tangents[0]
+
+    quiet = {"raise_exception": False}
+    reports = [
+        check_vjp(function, vjp, (point,), **quiet),
+        check_vjp(function, vjp, (point,), direction="random", rng=0, **quiet),
+        check_jvp(function, jvp, (point,), **quiet),
+        check_adjoint(jvp, vjp, (point,), **quiet),
+        check_taylor(function, jvp, (point,), **quiet),
+    ]
+    for report in reports:
+        assert report.rows[0].verdict in (("right",) if size < 1e154 else ("right", "undecided")), str(report)
