@@ -192,7 +192,7 @@ class KernelReport:
     def sentences(self) -> list[str]:
         """The verdict, and the diagnosis with its remedies."""
         if self.passed:
-            return [f"Right: every array is as near to the float64 result as {self.dtype} must come."]
+            return [f"Right: no array is further from the float64 result than {self.dtype} accounts for."]
         if not self.diagnosis:
             return ["Wrong, and no known mistake reproduces these numbers."]
         sentences = []
