@@ -252,6 +252,6 @@ def like_inputs(gradients: Differentiable, arrays: Any, options: Options) -> Dif
         gradient, given = getattr(gradients, name), getattr(arrays, name)
         if given is None:
             return None
-        return owned(astype(sum_to_shape(xp, xp.asarray(gradient), given.shape), given.dtype))
+        return owned(astype(xp.asarray(sum_to_shape(xp, gradient, given.shape)), given.dtype))
 
     return Differentiable(**{name: like_input(name) for name in Differentiable._fields})
