@@ -142,7 +142,6 @@ def logits_tangent(scores: Array, operands: Differentiable, directions: Differen
     )
     scores_tangent = tangent = steps.mask_backward(xp, scores_tangent, view.visible)
     if operands.softcap is not None:
-        scores = steps.mask_backward(xp, scores, view.visible)
         tangent = steps.softcap_tangent(xp, scores, operands.softcap, scores_tangent, directions.softcap)
     if operands.alibi_slopes is not None:
         tangent = steps.alibi_tangent(tangent, directions.alibi_slopes, view.distance)
