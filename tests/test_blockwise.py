@@ -72,6 +72,23 @@ def test_every_case(case, block_size):
     assert_all_close(got, by_loops(inputs))
 
 
+@pytest.mark.parametrize("compute_dtype", [np.complex128, np.longdouble])
+@pytest.mark.parametrize("name", ["bare", "mask", "causal", "sinks", "softcap", "alibi", "bias", "dropout"])
+def test_other_numbers_than_those_that_are_folded(name, compute_dtype):
+    """In default tiles, where a float32 or float64 would be folded: dense's results, to float64's rounding at least."""
+    sizes = cases.Sizes(heads=(2, 2), L=70, S=80)
+    case = sizes.case(name, cases.FEATURES[name](sizes) if name != "bare" else {})
+    inputs = cases.make(case)
+    query, options = inputs.query, {**inputs.options, "compute_dtype": compute_dtype}
+    if compute_dtype is np.complex128:
+        query = query + 1e-3j * query[::-1]
+    expected, dense = numpy_sdpa.sdpa_forward(query, *inputs[1:3], **options)
+    got, blocks = numpy_sdpa.sdpa_forward(query, *inputs[1:3], **options, method="blockwise")
+    assert_close(got, expected, "output")
+    assert_close(blocks.lse, dense.lse, "lse", 1e-17 if compute_dtype is np.longdouble else TOLERANCE)
+    assert blocks.lse.dtype == compute_dtype
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases.case_strategy(), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_random_combinations(case, block_size):

@@ -1,5 +1,6 @@
 """Threads that end when they must, tell of errors, and leave BLAS as it was."""
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import threadpoolctl
 
 import numpy_sdpa
 from numpy_sdpa.blockwise import folded
-from numpy_sdpa.blockwise.workers import InOrder, OnceEach, Stopped, Workers, blas
+from numpy_sdpa.blockwise.workers import Buffers, InOrder, OnceEach, Stopped, Workers, blas
 
 
 def workers(count):
@@ -42,6 +43,17 @@ def test_every_task_once_and_results_in_order(count):
 def test_as_many_threads_as_asked_at_the_same_time():
     meet = threading.Barrier(3, timeout=30)
     workers(3).run(lambda task, buffers: meet.wait(), range(3))  # fewer would wait until the time is out
+
+
+def test_a_buffer_has_the_shape_and_dtype_that_are_asked_for():
+    """Also where the last one of that name had another of either, and its memory is long enough."""
+    buffers = Buffers()
+    for shape, dtype in itertools.product([(3, 4), (4, 3), (2, 2), (5, 6), (3, 4)], ["float32", "float64", "int32"]):
+        for _ in range(2):
+            array = buffers.take("scratch", shape, np.dtype(dtype))
+            assert (array.shape, array.dtype) == (shape, dtype)
+    assert buffers.take("scratch", (2, 6), np.dtype("int32")).base is array.base
+    assert not np.shares_memory(buffers.take("another", (3, 4), np.dtype("int32")), array)
 
 
 def test_each_worker_has_its_own_buffers():
