@@ -261,7 +261,7 @@ def _options_of(options: Options, number: int, heads: slice, query_length: int, 
     if options.given.get("alignment") == "lower_right":
         offset = key_length - query_length
     elif not isinstance(offset, int):
-        offset = int(offset[number].item())
+        offset = offset[number].item()
     dropout = options.dropout
     if dropout is not None:
         dropout = dropout._replace(batches=dropout.batches[number], heads=dropout.heads[heads])

@@ -88,6 +88,22 @@ def test_an_error_stops_the_others_and_is_raised(count):
     assert len(begun) < 100
 
 
+@pytest.mark.parametrize("callers", [True, False], ids=["the caller's thread", "a helper"])
+def test_the_error_is_raised_not_that_the_others_stopped(callers):
+    team, both = workers(2), threading.Barrier(2, timeout=30)
+
+    def work(task, buffers):
+        both.wait()
+        if (threading.current_thread() is threading.main_thread()) == callers:
+            raise ZeroDivisionError
+        while True:
+            team.check()
+            time.sleep(0.001)
+
+    with pytest.raises(ZeroDivisionError):
+        team.run(work, range(2))
+
+
 def test_an_error_wakes_those_who_wait_for_their_turn():
     team = workers(2)
 

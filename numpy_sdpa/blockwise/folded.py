@@ -230,8 +230,7 @@ class BackwardRows:
         self._query = _fold_into(buffers.take("query", (count, size), dtype), query)
         self._upstream = buffers.take("upstream", (count, rows.grad_output.shape[-1] + 1), dtype)
         upstream = unfold_rows(self._upstream, self._heads)
-        empty = rows.row_sum == 0
-        factor = np.where(empty, 0, np.exp(-rows.row_shift) / np.where(empty, 1, rows.row_sum))
+        factor = np.exp(-rows.row_shift) / rows.row_sum  # ∞ for a row of nothing, which is not foldable
         np.multiply(rows.grad_output, factor, out=upstream[..., :-1])
         np.multiply(rows.row_term, -factor, out=upstream[..., -1:])
         if not is_foldable.all():
