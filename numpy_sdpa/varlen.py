@@ -14,7 +14,6 @@ from numpy_sdpa._internal.namespace import (
     astype,
     computing,
     is_cupy,
-    owned,
     required,
 )
 from numpy_sdpa._internal.options import AttentionOptions, Options
@@ -184,7 +183,7 @@ def sdpa_varlen_backward(
         results = Results(*(getattr(residuals, name) for name in Results._fields))
         slabs = _slabs(options, residuals.cu_seqlens_q, residuals.cu_seqlens_k)
         gradients = backward_slabs(slabs, _with_all_heads(arrays, options), results, upstream, options)
-        return SDPAGradients(*(None if g is None else owned(g) for g in like_inputs(gradients, arrays, options)))
+        return SDPAGradients(*like_inputs(gradients, arrays, options))
 
 
 def _refuse(given: dict[str, Any]) -> None:

@@ -345,6 +345,10 @@ def test_pieces():
         numpy_sdpa.split_heads(a(2, 4), 0)
     with pytest.raises(TypeError, match=r"heads must be an int, got 2\.0"):
         numpy_sdpa.split_heads(a(2, 4), 2.0)
+    with pytest.raises(TypeError, match="heads must be an int, got True"):
+        numpy_sdpa.split_heads(a(2, 4), True)
+    with pytest.raises(ValueError, match=re.escape("hidden must have the form (B…, L, H·E), got shape (4,)")):
+        numpy_sdpa.split_heads(a(4), 2)
     with pytest.raises(ValueError, match=re.escape("heads must have the form (B…, H, L, E), got shape (2, 4)")):
         numpy_sdpa.merge_heads(a(2, 4))
 
