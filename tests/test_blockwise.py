@@ -265,6 +265,26 @@ def test_rows_beyond_the_folded_range_are_done_by_the_steps():
     assert_all_close({"grad_value": got["grad_value"]}, {"grad_value": expected["grad_value"]})
 
 
+@pytest.mark.parametrize("value_size", [1e12, 1e-12])
+def test_upstream_gradients_that_only_the_division_by_the_row_sum_takes_out_of_range(value_size):
+    """A row sum of e^-39 beneath 1e14, and one of e^38 beneath 1e-12, in float32: digits are kept all the same."""
+    rng = np.random.default_rng(9)
+    query, key, value, grad_output = (0.3 * rng.standard_normal((1, 200, 16)) for _ in range(4))
+    even = np.arange(200) % 2 == 0
+    key[..., 0], query[..., 0] = 4, np.where(even, -44, 33)
+    grad_output *= np.where(even, 1e14, 1e-12)[:, None]
+    single = [np.float32(array) for array in (query, key, value * value_size, grad_output)]
+    got = run(*single[:3], {"method": "blockwise"}, {"grad_output": single[3]})
+    wide = [np.float64(array) for array in single]
+    expected = run(*wide[:3], {}, {"grad_output": wide[3]})
+    assert np.abs(got["lse"]).max() < folded.LARGEST_LSE
+    for rows in (even, ~even):
+        largest = np.abs(expected["grad_query"][:, rows]).max()
+        np.testing.assert_allclose(
+            got["grad_query"][:, rows], expected["grad_query"][:, rows], rtol=0, atol=1e-4 * largest
+        )
+
+
 @pytest.mark.parametrize("value_size", [1.0, 1e30])
 def test_huge_values(value_size):
     rng = np.random.default_rng(5)
@@ -297,30 +317,52 @@ def test_poison_in_hidden_places_changes_no_bit(case):
 def test_poison_beside_default_tiles():
     """Several default tiles: keys past the length, keys that one head may not see, and rows that see nothing."""
     rng = np.random.default_rng(6)
-    query, key, value, grad_output = (rng.standard_normal((2, 600, 8)).astype(np.float32) for _ in range(4))
-    mask = rng.random((2, 600, 600)) < 0.7
-    mask[0, :, 77] = False
+    query, key, value, grad_output = (rng.standard_normal((2, 1100, 8)).astype(np.float32) for _ in range(4))
+    mask = rng.random((2, 1100, 1100)) < 0.7
+    mask[0, :, [0, 77, 78]] = False
     mask[:, 400] = False
-    options = {"mask": mask, "key_lengths": 590, "method": "blockwise"}
+    options = {"mask": mask, "key_lengths": 1090, "method": "blockwise"}
     results = []
-    for poison in (0, np.nan, np.inf, 1e30):
+    for poison in (0, np.nan, np.inf, -np.inf, 1e30):
         q, k, v, g = (array.copy() for array in (query, key, value, grad_output))
-        k[:, 590:], v[:, 590:], k[0, 77], v[0, 77], q[:, 400], g[:, 400] = (np.float32(poison),) * 6
+        # not all in the same keys: a key may be one that no product can take, and its value not, or the other way round
+        k[:, 1090:], v[:, 1095:], k[0, [0, 77]], v[0, 78], q[:, 400], g[:, 400] = (np.float32(poison),) * 6
+        given = {"query": q, "key": k, "value": v, "grad_output": g}
+        before = {name: array.copy() for name, array in given.items()}
         results.append(run(q, k, v, options, {"grad_output": g}))
+        assert_same_bits(given, before)
     assert not np.isnan(results[0]["grad_key"]).any()
     for other in results[1:]:
         assert_same_bits(other, results[0])
 
 
-def test_a_seen_nan_shows_in_the_rows_that_see_it_only():
+@pytest.mark.parametrize("first", [300, 1100])  # rows are looked at 1024 at a time
+def test_a_seen_nan_shows_in_the_rows_that_see_it_only(first):
     rng = np.random.default_rng(7)
-    query, key, value = (rng.standard_normal((1, 600, 8)).astype(np.float32) for _ in range(3))
-    clean = numpy_sdpa.attention(query, key, value, is_causal=True, method="blockwise")
-    key[0, 300] = np.nan
-    value[0, 450, 3] = np.inf
-    output = numpy_sdpa.attention(query, key, value, is_causal=True, method="blockwise")
-    np.testing.assert_array_equal(output[:, :300], clean[:, :300])
-    assert np.isnan(output[:, 300:]).all()
+    query, key, value, grad_output = (rng.standard_normal((1, first + 300, 8)).astype(np.float32) for _ in range(4))
+    options, upstream = {"is_causal": True, "method": "blockwise"}, {"grad_output": grad_output}
+    clean = run(query, key, value, options, upstream)
+    for key_entry, value_entry in ((np.nan, 0.0), (0.0, np.inf), (np.nan, np.inf)):
+        k, v = key.copy(), value.copy()
+        k[0, first] += np.float32(key_entry)
+        v[0, first, 3] += np.float32(value_entry)
+        v[0, first + 150, 2] = np.inf
+        got = run(query, k, v, options, upstream)
+        np.testing.assert_array_equal(got["output"][:, :first], clean["output"][:, :first])
+        np.testing.assert_array_equal(got["grad_query"][:, :first], clean["grad_query"][:, :first])
+        for name in ("output", "grad_query"):
+            shown = np.isnan(got[name]) if np.isnan(key_entry) else ~np.isfinite(got[name])
+            assert shown[:, first:].any(axis=-1).all(), name
+    q = query.copy()
+    q[0, first] = np.nan
+    got = run(q, key, value, options, upstream)
+    others = np.arange(first + 300) != first
+    np.testing.assert_array_equal(got["output"][:, others], clean["output"][:, others])
+    np.testing.assert_array_equal(got["grad_query"][:, others], clean["grad_query"][:, others])
+    np.testing.assert_array_equal(got["grad_key"][:, first + 1 :], clean["grad_key"][:, first + 1 :])
+    for name in ("output", "grad_query"):
+        assert np.isnan(got[name][:, first]).all()
+    assert np.isnan(got["grad_key"][:, : first + 1]).all()
 
 
 # ---- tiles
