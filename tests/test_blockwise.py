@@ -265,6 +265,21 @@ def test_rows_beyond_the_folded_range_are_done_by_the_steps():
     assert_all_close({"grad_value": got["grad_value"]}, {"grad_value": expected["grad_value"]})
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_whose_exponentials_all_leave_the_range(sign):
+    """In float32, from a row's logits all near ±1 to all near ±400, where each exp is 0 or ∞."""
+    rng = np.random.default_rng(10)
+    query, key, value, grad_output = (0.3 * rng.standard_normal((1, 300, 16)) for _ in range(4))
+    key[..., 0], query[..., 0] = 4, sign * np.geomspace(1, 400, 300)
+    single = [np.float32(array) for array in (query, key, value, grad_output)]
+    got = run(*single[:3], {"method": "blockwise"}, {"grad_output": single[3]})
+    wide = [np.float64(array) for array in single]
+    expected = run(*wide[:3], {}, {"grad_output": wide[3]})
+    for name in got.keys() - {"grad_scale"}:  # which is a small difference of numbers as large as the logits
+        largest = np.abs(expected[name]).max()
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-3 * largest, err_msg=name)
+
+
 @pytest.mark.parametrize("value_size", [1e12, 1e-12])
 def test_upstream_gradients_that_only_the_division_by_the_row_sum_takes_out_of_range(value_size):
     """A row sum of e^-39 beneath 1e14, and one of e^38 beneath 1e-12, in float32: digits are kept all the same."""
