@@ -378,6 +378,12 @@ def test_a_seen_nan_shows_in_the_rows_that_see_it_only(first):
     for name in ("output", "grad_query"):
         assert np.isnan(got[name][:, first]).all()
     assert np.isnan(got["grad_key"][:, : first + 1]).all()
+    grad_lse = np.zeros((1, first + 300), np.float32)
+    grad_lse[0, first] = np.nan
+    got = run(query, key, value, options, upstream | {"grad_lse": grad_lse})
+    np.testing.assert_array_equal(got["grad_query"][:, others], clean["grad_query"][:, others])
+    np.testing.assert_array_equal(got["grad_key"][:, first + 1 :], clean["grad_key"][:, first + 1 :])
+    assert np.isnan(got["grad_query"][:, first]).all()
 
 
 # ---- tiles
