@@ -143,7 +143,6 @@ def logits_tangent(scores: Array, operands: Differentiable, directions: Differen
     )
     scores_tangent = tangent = steps.mask_backward(xp, scores_tangent, view.visible)
     if operands.softcap is not None:
-        scores = steps.mask_backward(xp, scores, view.visible)
         tangent = steps.softcap_tangent(xp, scores, operands.softcap, scores_tangent, directions.softcap)
     if operands.alibi_slopes is not None:
         tangent = steps.alibi_tangent(tangent, directions.alibi_slopes, view.distance)
@@ -254,6 +253,6 @@ def like_inputs(gradients: Differentiable, arrays: Any, options: Options) -> Dif
         gradient, given = getattr(gradients, name), getattr(arrays, name)
         if given is None:
             return None
-        return owned(astype(sum_to_shape(xp, xp.asarray(gradient), given.shape), given.dtype))
+        return owned(astype(xp.asarray(sum_to_shape(xp, gradient, given.shape)), given.dtype))
 
     return Differentiable(**{name: like_input(name) for name in Differentiable._fields})

@@ -22,7 +22,6 @@ class Tangents(NamedTuple):
 def _prepare(arrays: Inputs | SDPAResiduals, options: Options) -> tuple[Differentiable, View]:
     operands = chain.operands_of(arrays, options)
     plane = whole_plane(options)
-    operands = operands._replace(bias=chain.tile_of_bias(operands.bias, plane))
     return operands, chain.view_of(options, plane, operands.bias, operands.alibi_slopes is not None)
 
 

@@ -145,8 +145,8 @@ def scores_backward_tangent(
 # 2. Softcap: C = s tanh(u), u = S / s
 # ------------------------------------------------------------------------------------------------------------------
 #
-# With t = tanh(u) and d = 1 − t²: ∂C/∂S = d and ∂C/∂s = t − u d. Below, the scores of hidden positions must be 0 (they
-# may have been anything, and their gradient is 0): see mask_backward.
+# With t = tanh(u) and d = 1 − t²: ∂C/∂S = d and ∂C/∂s = t − u d. Backward, the scores of hidden positions must be 0
+# (they may have been anything, and their gradient is 0): see mask_backward.
 
 # tanh(350) is 1 and 1 − tanh² is 4 e^−700 = 4e-304, nothing beside it in any dtype.
 _SATURATED = 350.0

@@ -14,7 +14,6 @@ from numpy_sdpa._internal.namespace import (
     astype,
     computing,
     is_cupy,
-    owned,
     required,
 )
 from numpy_sdpa._internal.options import AttentionOptions, Options
@@ -192,7 +191,7 @@ def sdpa_varlen_backward(
         results = Results(*(getattr(residuals, name) for name in Results._fields))
         slabs = _slabs(options, residuals.cu_seqlens_q, residuals.cu_seqlens_k)
         gradients = backward_slabs(slabs, _with_all_heads(arrays, options), results, upstream, options)
-        return SDPAGradients(*(None if g is None else owned(g) for g in like_inputs(gradients, arrays, options)))
+        return SDPAGradients(*like_inputs(gradients, arrays, options))
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -269,7 +268,7 @@ def _options_of(options: Options, number: int, heads: slice, query_length: int, 
     if options.given.get("alignment") == "lower_right":
         offset = key_length - query_length
     elif not isinstance(offset, int):
-        offset = int(offset[number].item())
+        offset = offset[number].item()
     dropout = options.dropout
     if dropout is not None:
         dropout = dropout._replace(batches=dropout.batches[number], heads=dropout.heads[heads])

@@ -139,15 +139,11 @@ def _are_strangers(options: Options, tile: Tile) -> bool:
 def band_edges(options: Options) -> tuple[int | None, int | None]:
     """(left, right): key j is inside iff p(i) − left ≤ j ≤ p(i) + right. Causal is a right edge of 0."""
     left, right = options.window
-    if options.is_causal:
-        right = 0 if right is None else min(right, 0)
-    return left, right
+    return left, (0 if options.is_causal else right)
 
 
 def _band(options: Options, tile: Tile) -> Iterator[Array]:
     left, right = band_edges(options)
-    if left is None and right is None:
-        return
     if isinstance(options.offset, int):  # an edge outside the tile hides nothing in it
         first, last = tile.rows.start + options.offset, tile.rows.stop - 1 + options.offset
         left = None if left is not None and tile.columns.start >= last - left else left

@@ -29,6 +29,7 @@ def check_first_order(case):
     assert_close(output, expected.output, "output")
     for name in ("lse", "weights", "scores", "capped_scores", "logits"):
         assert_close(getattr(residuals, name), getattr(expected, name), name)
+    assert residuals.row_shift.shape == residuals.row_sum.shape == expected.lse.shape
     with np.errstate(divide="ignore"):
         assert_close(residuals.row_shift + np.log(residuals.row_sum), expected.lse, "row_shift + log(row_sum)")
     upstream = {"grad_output": None, **inputs.upstream}

@@ -72,6 +72,23 @@ def test_every_case(case, block_size):
     assert_all_close(got, by_loops(inputs))
 
 
+@pytest.mark.parametrize("compute_dtype", [np.complex128, np.longdouble])
+@pytest.mark.parametrize("name", ["bare", "mask", "causal", "sinks", "softcap", "alibi", "bias", "dropout"])
+def test_other_numbers_than_those_that_are_folded(name, compute_dtype):
+    """In default tiles, where a float32 or float64 would be folded: dense's results, to float64's rounding at least."""
+    sizes = cases.Sizes(heads=(2, 2), L=70, S=80)
+    case = sizes.case(name, cases.FEATURES[name](sizes) if name != "bare" else {})
+    inputs = cases.make(case)
+    query, options = inputs.query, {**inputs.options, "compute_dtype": compute_dtype}
+    if compute_dtype is np.complex128:
+        query = query + 1e-3j * query[::-1]
+    expected, dense = numpy_sdpa.sdpa_forward(query, *inputs[1:3], **options)
+    got, blocks = numpy_sdpa.sdpa_forward(query, *inputs[1:3], **options, method="blockwise")
+    assert_close(got, expected, "output")
+    assert_close(blocks.lse, dense.lse, "lse", 1e-17 if compute_dtype is np.longdouble else TOLERANCE)
+    assert blocks.lse.dtype == compute_dtype
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases.case_strategy(), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_random_combinations(case, block_size):
@@ -248,6 +265,41 @@ def test_rows_beyond_the_folded_range_are_done_by_the_steps():
     assert_all_close({"grad_value": got["grad_value"]}, {"grad_value": expected["grad_value"]})
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_whose_exponentials_all_leave_the_range(sign):
+    """In float32, from a row's logits all near ±1 to all near ±400, where each exp is 0 or ∞."""
+    rng = np.random.default_rng(10)
+    query, key, value, grad_output = (0.3 * rng.standard_normal((1, 300, 16)) for _ in range(4))
+    key[..., 0], query[..., 0] = 4, sign * np.geomspace(1, 400, 300)
+    single = [np.float32(array) for array in (query, key, value, grad_output)]
+    got = run(*single[:3], {"method": "blockwise"}, {"grad_output": single[3]})
+    wide = [np.float64(array) for array in single]
+    expected = run(*wide[:3], {}, {"grad_output": wide[3]})
+    for name in got.keys() - {"grad_scale"}:  # which is a small difference of numbers as large as the logits
+        largest = np.abs(expected[name]).max()
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-3 * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("value_size", [1e12, 1e-12])
+def test_upstream_gradients_that_only_the_division_by_the_row_sum_takes_out_of_range(value_size):
+    """A row sum of e^-39 beneath 1e14, and one of e^38 beneath 1e-12, in float32: digits are kept all the same."""
+    rng = np.random.default_rng(9)
+    query, key, value, grad_output = (0.3 * rng.standard_normal((1, 200, 16)) for _ in range(4))
+    even = np.arange(200) % 2 == 0
+    key[..., 0], query[..., 0] = 4, np.where(even, -44, 33)
+    grad_output *= np.where(even, 1e14, 1e-12)[:, None]
+    single = [np.float32(array) for array in (query, key, value * value_size, grad_output)]
+    got = run(*single[:3], {"method": "blockwise"}, {"grad_output": single[3]})
+    wide = [np.float64(array) for array in single]
+    expected = run(*wide[:3], {}, {"grad_output": wide[3]})
+    assert np.abs(got["lse"]).max() < folded.LARGEST_LSE
+    for rows in (even, ~even):
+        largest = np.abs(expected["grad_query"][:, rows]).max()
+        np.testing.assert_allclose(
+            got["grad_query"][:, rows], expected["grad_query"][:, rows], rtol=0, atol=1e-4 * largest
+        )
+
+
 @pytest.mark.parametrize("value_size", [1.0, 1e30])
 def test_huge_values(value_size):
     rng = np.random.default_rng(5)
@@ -280,30 +332,58 @@ def test_poison_in_hidden_places_changes_no_bit(case):
 def test_poison_beside_default_tiles():
     """Several default tiles: keys past the length, keys that one head may not see, and rows that see nothing."""
     rng = np.random.default_rng(6)
-    query, key, value, grad_output = (rng.standard_normal((2, 600, 8)).astype(np.float32) for _ in range(4))
-    mask = rng.random((2, 600, 600)) < 0.7
-    mask[0, :, 77] = False
+    query, key, value, grad_output = (rng.standard_normal((2, 1100, 8)).astype(np.float32) for _ in range(4))
+    mask = rng.random((2, 1100, 1100)) < 0.7
+    mask[0, :, [0, 77, 78]] = False
     mask[:, 400] = False
-    options = {"mask": mask, "key_lengths": 590, "method": "blockwise"}
+    options = {"mask": mask, "key_lengths": 1090, "method": "blockwise"}
     results = []
-    for poison in (0, np.nan, np.inf, 1e30):
+    for poison in (0, np.nan, np.inf, -np.inf, 1e30):
         q, k, v, g = (array.copy() for array in (query, key, value, grad_output))
-        k[:, 590:], v[:, 590:], k[0, 77], v[0, 77], q[:, 400], g[:, 400] = (np.float32(poison),) * 6
+        # not all in the same keys: a key may be one that no product can take, and its value not, or the other way round
+        k[:, 1090:], v[:, 1095:], k[0, [0, 77]], v[0, 78], q[:, 400], g[:, 400] = (np.float32(poison),) * 6
+        given = {"query": q, "key": k, "value": v, "grad_output": g}
+        before = {name: array.copy() for name, array in given.items()}
         results.append(run(q, k, v, options, {"grad_output": g}))
+        assert_same_bits(given, before)
     assert not np.isnan(results[0]["grad_key"]).any()
     for other in results[1:]:
         assert_same_bits(other, results[0])
 
 
-def test_a_seen_nan_shows_in_the_rows_that_see_it_only():
+@pytest.mark.parametrize("first", [300, 1100])  # rows are looked at 1024 at a time
+def test_a_seen_nan_shows_in_the_rows_that_see_it_only(first):
     rng = np.random.default_rng(7)
-    query, key, value = (rng.standard_normal((1, 600, 8)).astype(np.float32) for _ in range(3))
-    clean = numpy_sdpa.attention(query, key, value, is_causal=True, method="blockwise")
-    key[0, 300] = np.nan
-    value[0, 450, 3] = np.inf
-    output = numpy_sdpa.attention(query, key, value, is_causal=True, method="blockwise")
-    np.testing.assert_array_equal(output[:, :300], clean[:, :300])
-    assert np.isnan(output[:, 300:]).all()
+    query, key, value, grad_output = (rng.standard_normal((1, first + 300, 8)).astype(np.float32) for _ in range(4))
+    options, upstream = {"is_causal": True, "method": "blockwise"}, {"grad_output": grad_output}
+    clean = run(query, key, value, options, upstream)
+    for key_entry, value_entry in ((np.nan, 0.0), (0.0, np.inf), (np.nan, np.inf)):
+        k, v = key.copy(), value.copy()
+        k[0, first] += np.float32(key_entry)
+        v[0, first, 3] += np.float32(value_entry)
+        v[0, first + 150, 2] = np.inf
+        got = run(query, k, v, options, upstream)
+        np.testing.assert_array_equal(got["output"][:, :first], clean["output"][:, :first])
+        np.testing.assert_array_equal(got["grad_query"][:, :first], clean["grad_query"][:, :first])
+        for name in ("output", "grad_query"):
+            shown = np.isnan(got[name]) if np.isnan(key_entry) else ~np.isfinite(got[name])
+            assert shown[:, first:].any(axis=-1).all(), name
+    q = query.copy()
+    q[0, first] = np.nan
+    got = run(q, key, value, options, upstream)
+    others = np.arange(first + 300) != first
+    np.testing.assert_array_equal(got["output"][:, others], clean["output"][:, others])
+    np.testing.assert_array_equal(got["grad_query"][:, others], clean["grad_query"][:, others])
+    np.testing.assert_array_equal(got["grad_key"][:, first + 1 :], clean["grad_key"][:, first + 1 :])
+    for name in ("output", "grad_query"):
+        assert np.isnan(got[name][:, first]).all()
+    assert np.isnan(got["grad_key"][:, : first + 1]).all()
+    grad_lse = np.zeros((1, first + 300), np.float32)
+    grad_lse[0, first] = np.nan
+    got = run(query, key, value, options, upstream | {"grad_lse": grad_lse})
+    np.testing.assert_array_equal(got["grad_query"][:, others], clean["grad_query"][:, others])
+    np.testing.assert_array_equal(got["grad_key"][:, first + 1 :], clean["grad_key"][:, first + 1 :])
+    assert np.isnan(got["grad_query"][:, first]).all()
 
 
 # ---- tiles

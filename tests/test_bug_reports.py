@@ -190,3 +190,10 @@ def test_merging_heads():
     merged = merge_heads(heads)
     assert merged[0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     np.testing.assert_array_equal(split_heads(merged, 2), heads)
+    for lead in ((), (3,), (5, 3)):
+        heads = np.random.default_rng(0).standard_normal((*lead, 2, 7, 4))
+        merged = merge_heads(heads)
+        assert merged.shape == (*lead, 7, 8)
+        for head in range(2):
+            np.testing.assert_array_equal(merged[..., 4 * head : 4 * head + 4], heads[..., head, :, :])
+        np.testing.assert_array_equal(split_heads(merged, 2), heads)

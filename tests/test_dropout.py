@@ -1,5 +1,7 @@
 """Dropout by a seed: the generator's published answers, its statistics, and one mask for whatever the tiles."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from arrays import JAX
@@ -108,6 +110,19 @@ def test_a_tile_is_a_part_of_the_whole():
             for last in range(first + 1, 10):
                 tile = kept_in(options, Tile(rows, slice(first, last)))
                 np.testing.assert_array_equal(tile, whole[..., rows, first:last])
+
+
+def test_a_plane_may_be_a_part_of_a_larger_one():
+    """As of a chunk in `numpy_sdpa.distributed`: its own rows and columns are numbered from its first in the whole."""
+    whole = kept((2, 3, 9, 12))
+    options = options_of((2, 3, 4, 5))
+    for row in range(6):
+        for column in range(8):  # odd and even
+            part = dataclasses.replace(options, dropout=options.dropout._replace(first_row=row, first_column=column))
+            for tile in (whole_plane(part), Tile(slice(1, 3), slice(1, 5)), Tile(slice(2, 4), slice(2, 5))):
+                rows = slice(row + tile.rows.start, row + tile.rows.stop)
+                columns = slice(column + tile.columns.start, column + tile.columns.stop)
+                np.testing.assert_array_equal(kept_in(part, tile), whole[..., rows, columns])
 
 
 def test_a_mask_is_sliced_by_tiles_too():

@@ -121,6 +121,7 @@ def test_grouped_heads():
         ({"softcap": -2.0}, ["softcap must be greater than 0", "-2.0"]),
         ({"softcap": np.inf}, ["softcap must be finite"]),
         ({"dropout_p": 1.5, "dropout_seed": 0}, ["dropout_p must lie in 0 … 1, got 1.5"]),
+        ({"dropout_p": -0.5, "dropout_seed": 0}, ["dropout_p must lie in 0 … 1, got -0.5"]),
         ({"dropout_p": 0.5}, ["dropout_p needs dropout_mask", "dropout_seed"]),
         ({"dropout_mask": a(8, 6, dtype=bool)}, ["dropout_mask was given without dropout_p"]),
         ({"dropout_seed": 3}, ["dropout_seed was given without dropout_p"]),
@@ -159,6 +160,7 @@ def test_ranges(options, fragments):
             ["dropout_mask must be bool (True = kept), got int64"],
         ),
         ({"dropout_p": "0.5", "dropout_seed": 1}, ["dropout_p must be a number", "'0.5'"]),
+        ({"dropout_p": True, "dropout_seed": 1}, ["dropout_p must be a number", "True"]),
         ({"dropout_p": 0.5, "dropout_seed": 1.5}, ["dropout_seed must be an int, got 1.5"]),
         ({"key_lengths": [1.0, 2.0]}, ["key_lengths must be integers, got float64"]),
         ({"query_offset": 1.5}, ["query_offset must be integers"]),
@@ -205,7 +207,11 @@ def test_names_of_other_libraries(name, hints):
 def test_a_float_mask_that_is_not_zeros_and_ones_looks_additive(fill):
     mask = np.zeros((8, 6))
     mask[0, 0] = fill
-    refused(ValueError, "additive", "bias=", mask=mask)
+    span = f"span {mask.min()} … {mask.max()}"
+    refused(ValueError, "additive", "bias=", span, mask=mask)
+    mask[1] = 1
+    if fill != 0:
+        refused(ValueError, "additive", "bias=", mask=mask)
 
 
 def test_a_float_mask_of_zeros_and_ones_is_taken():
@@ -345,6 +351,10 @@ def test_pieces():
         numpy_sdpa.split_heads(a(2, 4), 0)
     with pytest.raises(TypeError, match=r"heads must be an int, got 2\.0"):
         numpy_sdpa.split_heads(a(2, 4), 2.0)
+    with pytest.raises(TypeError, match="heads must be an int, got True"):
+        numpy_sdpa.split_heads(a(2, 4), True)
+    with pytest.raises(ValueError, match=re.escape("hidden must have the form (B…, L, H·E), got shape (4,)")):
+        numpy_sdpa.split_heads(a(4), 2)
     with pytest.raises(ValueError, match=re.escape("heads must have the form (B…, H, L, E), got shape (2, 4)")):
         numpy_sdpa.merge_heads(a(2, 4))
 

@@ -177,4 +177,6 @@ def test_residuals_can_be_copied_and_sent(method, copied):
 
 def test_an_empty_jacobian_has_the_inputs_dtype():
     query, key = np.ones((0, 2), np.float32), np.ones((3, 2))
-    assert numpy_sdpa.attention_jacobian(query, key, key, wrt="query").dtype == np.float32
+    jacobian = numpy_sdpa.attention_jacobian(query, key, key, wrt="query")
+    assert jacobian.dtype == np.float32
+    assert jacobian.shape == (0, 2, 0, 2)

@@ -72,10 +72,13 @@ def test_the_identity_is_exact_on_either_side_whatever_its_output_holds():
         merged = merge_attention(*empty, *empty)
         assert (merged[0] == 0).all()
         assert np.isneginf(merged[1]).all()
-        gradients = merge_attention_backward(np.ones_like(output), np.ones_like(lse), output, lse, *empty)
-        assert (gradients[0] == 1).all()
-        assert (gradients[1] == 1).all()
-        assert all((gradient == 0).all() for gradient in gradients[2:])
+        upstream = np.ones_like(output), np.ones_like(lse)
+        gradients = merge_attention_backward(*upstream, output, lse, *empty)
+        on_the_other_side = merge_attention_backward(*upstream, *empty, output, lse)
+        for got in (gradients, (*on_the_other_side[2:], *on_the_other_side[:2])):
+            assert (got[0] == 1).all()
+            assert (got[1] == 1).all()
+            assert all((gradient == 0).all() for gradient in got[2:])
         gradients = merge_attention_backward(np.full_like(output, np.nan), np.full_like(lse, np.nan), *empty, *empty)
         assert all((gradient == 0).all() for gradient in gradients)
 
@@ -97,6 +100,19 @@ def test_nothing_overflows(shift):
     got = merge_attention(output_a, lse_a + shift, output_b, lse_b + shift)
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(got[1], expected[1] + shift, rtol=1e-12)
+
+
+def test_an_infinite_sink_takes_its_share():
+    """Beside lse = +∞ a finite one has no share; two of the same infinity share alike."""
+    (a, finite, b, _), infinite = parts(14), np.full((2, 3, 4), np.inf)
+    for given, expected in (
+        ((a, infinite, b, finite), a),
+        ((a, finite, b, infinite), b),
+        ((a, infinite, b, infinite), (a + b) / 2),
+    ):
+        output, lse = merge_attention(*given)
+        np.testing.assert_array_equal(output, expected)
+        np.testing.assert_array_equal(lse, infinite)
 
 
 def test_a_small_share_keeps_its_digits():
@@ -131,6 +147,37 @@ def test_half_outputs_are_merged_in_float32_and_rounded_once():
     gradients = merge_attention_backward(output, lse, halves[0], lse_a, halves[1], lse_b)
     assert [gradient.dtype.name for gradient in gradients] == ["float16", "float32"] * 2
 
+    half_lse = lse_a.astype(np.float16), lse_b.astype(np.float16)
+    output, lse = merge_attention(halves[0], half_lse[0], halves[1], half_lse[1])
+    in_float32 = [array.astype(np.float32) for array in (halves[0], half_lse[0], halves[1], half_lse[1])]
+    expected, expected_lse = merge_attention(*in_float32)
+    assert lse.dtype == np.float32
+    np.testing.assert_array_equal(lse, expected_lse)
+    np.testing.assert_array_equal(output, expected.astype(np.float16))
+
+
+def test_every_result_has_its_own_dtype():
+    dtypes = ("float16", "float64", "float32", "float32")
+    arrays = [array.astype(dtype) for array, dtype in zip(parts(11), dtypes, strict=True)]
+    for given in (arrays, [*arrays[2:], *arrays[:2]]):
+        output, lse = merge_attention(*given)
+        assert output.dtype == np.float32
+        assert lse.dtype == np.float64
+        gradients = merge_attention_backward(np.float16(output), np.float16(lse), *given)
+        assert [gradient.dtype for gradient in gradients] == [array.dtype for array in given]
+        in_float64 = [array.astype(np.float64) for array in (np.float16(output), np.float16(lse), *given)]
+        for got, expected in zip(gradients, merge_attention_backward(*in_float64), strict=True):
+            np.testing.assert_array_equal(got, expected.astype(got.dtype))
+
+
+def test_lists_are_arrays():
+    arrays, upstream = parts(12), parts(13)[:2]
+    in_lists = [array.tolist() for array in (*upstream, *arrays)]
+    for got, expected in zip(
+        merge_attention_backward(*in_lists), merge_attention_backward(*upstream, *arrays), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+
 
 def test_every_array_module(array_module):
     arrays = tuple(map(array_module.to_module, parts(9)))
@@ -147,6 +194,11 @@ def test_every_array_module(array_module):
     [
         ({0: np.zeros((2, 3, 4, 6))}, ValueError, ["output_a", "(2, 3, 4, 6)", "output_b", "(2, 3, 4, 5)"]),
         ({1: np.zeros((2, 3, 4, 1))}, ValueError, ["lse_a", "(2, 3, 4, 1)"]),
+        (
+            {0: np.zeros(5), 1: np.zeros(()), 2: np.zeros(5), 3: np.zeros(())},
+            ValueError,
+            ["(…, L, Ev)", "output_b (5,)"],
+        ),
         ({3: np.zeros((2, 3, 4), int)}, TypeError, ["lse_b must be floating, got int64"]),
         ({1: None}, TypeError, ["lse_a must be an array, got None"]),
     ],
@@ -166,6 +218,15 @@ def test_bad_upstream():
         merge_attention_backward(None, None, *parts())
     with pytest.raises(ValueError, match=r"grad_lse must have shape \(2, 3, 4\), got \(1,\)"):
         merge_attention_backward(None, np.zeros(1), *parts())
+    with pytest.raises(TypeError, match="grad_lse must be floating, got int64"):
+        merge_attention_backward(None, np.zeros((2, 3, 4), int), *parts())
+    with pytest.raises(ValueError, match="grad_lse must be an array, got a list with rows of different lengths"):
+        merge_attention_backward(None, [[1.0], [1.0, 2.0]], *parts())
+
+    import array_api_strict
+
+    with pytest.raises(TypeError, match="one array module: output_a numpy, grad_output array_api_strict"):
+        merge_attention_backward(array_api_strict.zeros((2, 3, 4, 5)), None, *parts())
 
 
 def test_a_part_that_underflows_is_still_read():

@@ -42,8 +42,8 @@ BESIDE = {
 SIZES = (Sizes(L=3, S=6), Sizes(L=6, S=3))
 
 
-def poison_cases():
-    for hiding, rules in HIDING.items():
+def poison_cases(every):
+    for hiding, rules in every.items():
         for beside, others in BESIDE.items():
             features = rules + others
             for sizes in SIZES:
@@ -56,7 +56,8 @@ def poison_cases():
                 yield sizes.case(f"{name}, L = {sizes.L}, S = {sizes.S}", options)
 
 
-CASES = {case.name: case for case in poison_cases()}
+CASES = {case.name: case for case in poison_cases(HIDING)}
+UNMASKED = list(poison_cases({"nothing": []}))
 
 
 def make(case):
@@ -173,7 +174,7 @@ def one_seen_place(case, visible, name, array, rng):
     return None, None
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), *UNMASKED], ids=str)
 def test_what_is_seen_shows_and_goes_no_further(case):
     inputs = make(case)
     named, visible = arrays(case, inputs), visible_plane(inputs)

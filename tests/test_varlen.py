@@ -5,6 +5,7 @@ import pytest
 from arrays import CUPY, CUPY_STANDIN
 
 from numpy_sdpa import sdpa_backward, sdpa_forward, sdpa_varlen_backward, sdpa_varlen_forward
+from numpy_sdpa.blockwise import Results
 
 ROUNDING = {"rtol": 1e-12, "atol": 1e-13}
 # Tokens before the first sequence and after the last; an empty sequence of queries, one of keys.
@@ -84,12 +85,38 @@ def test_against_the_sequences_one_by_one(options, block_size):
     expected, lse, of_sequences = one_by_one(*arrays, grad_output, grad_lse, options)
     np.testing.assert_allclose(output, expected, **ROUNDING)
     np.testing.assert_allclose(residuals.lse, lse, **ROUNDING)
+    outside = [0, 1, 12, 13]
+    assert (residuals.row_shift[:, outside] == 0).all()
+    assert (residuals.row_sum[:, outside] == 0).all()
     assert gradients.bias is None
     for name in FIELDS:
         if name in of_sequences:
             np.testing.assert_allclose(getattr(gradients, name), of_sequences[name], **ROUNDING, err_msg=name)
         else:
             assert getattr(gradients, name) is None, name
+
+
+@pytest.mark.parametrize("entry", [None, 1e16, np.inf], ids=["", "a huge value", "an infinite key"])
+def test_sequences_of_many_tokens(entry):
+    """In default tiles of many rows, which are folded: also where some rows see a key that these cannot take."""
+    cuts = (0, 150, 250)
+    rng = np.random.default_rng(3)
+    query, key, value = (rng.standard_normal((250, heads, 3)) for heads in (4, 2, 2))
+    if entry is not None:
+        (key if entry == np.inf else value)[20, 1, 2] = entry
+    grad_output = rng.standard_normal(query.shape)
+    options = {"enable_gqa": True, "is_causal": True}
+    output, residuals = sdpa_varlen_forward(query, key, value, cuts, cuts, **options)
+    gradients = sdpa_varlen_backward(grad_output, residuals)
+    for sequence in (slice(0, 150), slice(150, 250)):
+        parts = [np.swapaxes(array[sequence], 0, 1) for array in (query, key, value, grad_output)]
+        expected, of_sequence = sdpa_forward(*parts[:3], **options)
+        wanted = sdpa_backward(parts[3], of_sequence)
+        results = (output, gradients.query, gradients.key, gradients.value)
+        for got, part in zip(results, (expected, *wanted[:3]), strict=True):
+            largest = np.max(np.abs(part), where=np.isfinite(part), initial=1.0)
+            np.testing.assert_allclose(np.swapaxes(got[sequence], 0, 1), part, rtol=1e-12, atol=1e-13 * largest)
+        np.testing.assert_allclose(residuals.lse[:, sequence], of_sequence.lse, **ROUNDING)
 
 
 @pytest.mark.parametrize(("query_heads", "key_heads"), [(3, 1), (1, 3), (3, 3)])
@@ -155,9 +182,21 @@ def test_no_sequences_and_lists():
     output, residuals = sdpa_varlen_forward([[[1.0]]], [[[1.0]]], [[[5.0]]], [0], np.array([0]))
     assert output.tolist() == [[[0.0]]]
     assert np.isneginf(residuals.lse).all()
-    output, _ = sdpa_varlen_forward([[[1.0]]], [[[1.0]]], [[[5.0]]], np.array([0, 1]), [0, 1])
+    output, residuals = sdpa_varlen_forward(
+        [[[1.0]]], [[[1.0]]], [[[5.0]]], np.array([0, 1]), [0, 1], bias=None, is_causal=True
+    )
     assert output.tolist() == [[[5.0]]]
-    assert residuals.to_dict().keys() >= {"query", "lse", "cu_seqlens_q", "output"}
+    named = residuals.to_dict()
+    assert named.keys() == {
+        *FIELDS[:3],
+        "scale",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        *Results._fields,
+        "is_causal",
+        "method",
+    }
+    assert (named["output"] is residuals.output, named["cu_seqlens_k"], named["is_causal"]) == (True, (0, 1), True)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +209,20 @@ def test_no_sequences_and_lists():
         ({"no_such": 1}, TypeError, ["unknown option 'no_such'"]),
         ({"cu_seqlens_q": (0, 5)}, ValueError, ["same length", "2 and 5"]),
         ({"cu_seqlens_q": (0, 5, 4, 9, 12)}, ValueError, ["cu_seqlens_q must rise within 0 … 14", "(0, 5, 4, 9, 12)"]),
+        (
+            {"cu_seqlens_q": (-1, 4, 5, 9, 12)},
+            ValueError,
+            ["cu_seqlens_q must rise within 0 … 14", "(-1, 4, 5, 9, 12)"],
+        ),
         ({"cu_seqlens_k": (0, 5, 6, 9, 14)}, ValueError, ["cu_seqlens_k must rise within 0 … 13"]),
         ({"cu_seqlens_k": (0.0, 1.0)}, TypeError, ["cu_seqlens_k must be one axis of integers"]),
+        ({"cu_seqlens_k": (0, 1.5)}, TypeError, ["cu_seqlens_k must be one axis of integers"]),
+        ({"cu_seqlens_k": ()}, TypeError, ["cu_seqlens_k must be one axis of integers"]),
+        ({"cu_seqlens_k": 5}, TypeError, ["cu_seqlens_k must be one axis of integers"]),
         ({"cu_seqlens_k": (False, True)}, TypeError, ["cu_seqlens_k must be one axis of integers"]),
         ({"query": None}, TypeError, ["query must be an array, got None"]),
         ({"sinks": np.zeros(3)}, ValueError, ["sinks must have shape (Hq,) = (4,)", "(4, 4)"]),
-        ({"query": np.zeros((1, 14, 4, 3))}, ValueError, ["three axes", "query (1, 14, 4, 3)"]),
+        ({"query": np.zeros((1, 14, 4, 3))}, ValueError, ["query (1, 14, 4, 3), key (13, 2, 3), value (13, 2, 2)"]),
     ],
 )
 def test_bad_input(changes, error, words):
@@ -192,15 +239,28 @@ def test_only_modules_that_the_engine_knows():
     arrays = [array_api_strict.asarray(array) for array in inputs()]
     with pytest.raises(TypeError, match="NumPy and CuPy"):
         sdpa_varlen_forward(*arrays, CUTS_Q, CUTS_K)
+    for number in range(3):
+        mixed = [*inputs()[:number], arrays[number], *inputs()[number + 1 :]]
+        with pytest.raises(TypeError, match="one array module"):
+            sdpa_varlen_forward(*mixed, CUTS_Q, CUTS_K)
+
+
+def test_work_on_the_output_does_not_reach_the_backward():
+    output, residuals = sdpa_varlen_forward(*inputs(), CUTS_Q, CUTS_K, enable_gqa=True)
+    expected = sdpa_varlen_backward(np.ones_like(output), residuals)
+    output += 1
+    got = sdpa_varlen_backward(np.ones_like(output), residuals)
+    for name in ("query", "key", "value", "scale"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize("array_module", [CUPY_STANDIN, CUPY], indirect=True, ids=repr)
 def test_cupy(array_module):
-    arrays = tuple(map(array_module.to_module, inputs()))
+    arrays = tuple(map(array_module.to_module, inputs(6)))
     output, residuals = sdpa_varlen_forward(*arrays, CUTS_Q, CUTS_K, enable_gqa=True, is_causal=True)
     gradients = sdpa_varlen_backward(array_module.to_module(np.ones(output.shape)), residuals)
     array_module.assert_same_module_and_device((output, residuals.lse, *gradients[:3], gradients.scale), arrays[0])
-    expected, of_numpy = sdpa_varlen_forward(*inputs(), CUTS_Q, CUTS_K, enable_gqa=True, is_causal=True)
+    expected, of_numpy = sdpa_varlen_forward(*inputs(6), CUTS_Q, CUTS_K, enable_gqa=True, is_causal=True)
     np.testing.assert_allclose(array_module.to_numpy(output), expected, **ROUNDING)
     wanted = sdpa_varlen_backward(np.ones(expected.shape), of_numpy)
     np.testing.assert_allclose(array_module.to_numpy(gradients.key), wanted.key, **ROUNDING)

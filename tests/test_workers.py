@@ -1,5 +1,6 @@
 """Threads that end when they must, tell of errors, and leave BLAS as it was."""
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import threadpoolctl
 
 import numpy_sdpa
 from numpy_sdpa.blockwise import folded
-from numpy_sdpa.blockwise.workers import InOrder, OnceEach, Stopped, Workers, blas
+from numpy_sdpa.blockwise.workers import Buffers, InOrder, OnceEach, Stopped, Workers, blas
 
 
 def workers(count):
@@ -43,6 +44,17 @@ def test_every_task_once_and_results_in_order(count):
 def test_as_many_threads_as_asked_at_the_same_time():
     meet = threading.Barrier(3, timeout=30)
     workers(3).run(lambda task, buffers: meet.wait(), range(3))  # fewer would wait until the time is out
+
+
+def test_a_buffer_has_the_shape_and_dtype_that_are_asked_for():
+    """Also where the last one of that name had another of either, and its memory is long enough."""
+    buffers = Buffers()
+    for shape, dtype in itertools.product([(3, 4), (4, 3), (2, 2), (5, 6), (3, 4)], ["float32", "float64", "int32"]):
+        for _ in range(2):
+            array = buffers.take("scratch", shape, np.dtype(dtype))
+            assert (array.shape, array.dtype) == (shape, dtype)
+    assert buffers.take("scratch", (2, 6), np.dtype("int32")).base is array.base
+    assert not np.shares_memory(buffers.take("another", (3, 4), np.dtype("int32")), array)
 
 
 def test_each_worker_has_its_own_buffers():
@@ -75,6 +87,22 @@ def test_an_error_stops_the_others_and_is_raised(count):
     with pytest.raises(ZeroDivisionError, match="of task 1"):
         team.run(work, range(100))
     assert len(begun) < 100
+
+
+@pytest.mark.parametrize("callers", [True, False], ids=["the caller's thread", "a helper"])
+def test_the_error_is_raised_not_that_the_others_stopped(callers):
+    team, both = workers(2), threading.Barrier(2, timeout=30)
+
+    def work(task, buffers):
+        both.wait()
+        if (threading.current_thread() is threading.main_thread()) == callers:
+            raise ZeroDivisionError
+        while True:
+            team.check()
+            time.sleep(0.001)
+
+    with pytest.raises(ZeroDivisionError):
+        team.run(work, range(2))
 
 
 def test_an_error_wakes_those_who_wait_for_their_turn():

@@ -180,10 +180,7 @@ class ForwardRows:
         """(heads, rows): the rows that are as they should be. The others have left the range."""
         row_sum = unfold_rows(self._sums, self._heads)[..., -1]
         largest = math.exp(LARGEST_LSE)
-        is_right = ((row_sum >= 1 / largest) & (row_sum <= largest)) | ~self._sees
-        if not math.isfinite(_sum_of_squares(self._sums)):
-            is_right &= np.isfinite(self._sums).all(axis=-1).reshape(-1, self._heads).T
-        return is_right
+        return ((row_sum >= 1 / largest) & (row_sum <= largest)) | ~self._sees
 
     def partial(self) -> Partial:
         """Views of buffers: to be used before the next block begins."""
@@ -230,8 +227,7 @@ class BackwardRows:
         self._query = _fold_into(buffers.take("query", (count, size), dtype), query)
         self._upstream = buffers.take("upstream", (count, rows.grad_output.shape[-1] + 1), dtype)
         upstream = unfold_rows(self._upstream, self._heads)
-        empty = rows.row_sum == 0
-        factor = np.where(empty, 0, np.exp(-rows.row_shift) / np.where(empty, 1, rows.row_sum))
+        factor = np.exp(-rows.row_shift) / rows.row_sum  # ∞ for a row of nothing, which is not foldable
         np.multiply(rows.grad_output, factor, out=upstream[..., :-1])
         np.multiply(rows.row_term, -factor, out=upstream[..., -1:])
         if not is_foldable.all():

@@ -92,7 +92,7 @@ def _restricted(options: Options, batch: Index, heads: int) -> Options:
     """What holds in one batch element, save mask and dropout."""
 
     def one(value: Any) -> Any:
-        return value if value is None or isinstance(value, int) else int(value[batch].item())
+        return value if value is None or isinstance(value, int) else value[batch].item()
 
     def part(array: Array | None) -> Array | None:
         return None if array is None else array[batch]
