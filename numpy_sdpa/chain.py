@@ -206,7 +206,7 @@ def output_forward(weights: Array, value: Array, view: View) -> Array:
 
 
 def output_backward(grad_output: Array, weights: Array, value: Array, view: View) -> steps.OutputGradients:
-    """Gradients of weights (before dropout) and value. Rows of `grad_output` that see nothing must be 0."""
+    """Gradients of weights (before dropout) and value."""
     dropped = steps.dropout(view.xp, weights, view.kept, view.dropout_p)
     grads = steps.output_backward(view.xp, grad_output, dropped, value, view.visible, view.group)
     return grads._replace(weights=_dropout_and_mask_backward(grads.weights, view))
@@ -233,11 +233,6 @@ def _dropout_and_mask_backward(grad_dropped: Array, view: View) -> Array:
     """Back through dropout, and 0 where hidden: V may hold anything there."""
     grad_weights = steps.dropout(view.xp, grad_dropped, view.kept, view.dropout_p)
     return steps.mask_backward(view.xp, grad_weights, view.visible)
-
-
-def rows_that_see(xp: Namespace, array: Array, visible: Array | None) -> Array:
-    """`array` (…, rows, X) with 0 in the rows that see nothing: an upstream gradient there reaches nothing."""
-    return array if visible is None else steps.only_where(xp, xp.any(visible, axis=-1, keepdims=True), array)
 
 
 def over_rows(xp: Namespace, grad_sinks: Array | None) -> Array | None:

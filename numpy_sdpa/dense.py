@@ -117,13 +117,14 @@ def double_backward(
 
 
 def _reaching(upstream: Upstream, residuals: SDPAResiduals, view: View) -> tuple[Array, Array, Array]:
-    """Upstream gradients of output, lse (…, L, 1) and weights: zeros for None, and 0 where they reach nothing."""
+    """Upstream gradients of output, lse (…, L, 1) and weights: zeros for None; the last two 0 where they reach nothing.
+
+    That of the output needs no such care: no product reads the rows of it that see nothing.
+    """
     xp, visible = view.xp, view.visible
     lse = residuals.lse[..., None]
-    grad_output, grad_lse = xp.zeros_like(residuals.output), xp.zeros_like(lse)
-    grad_weights = xp.zeros_like(residuals.weights)
-    if upstream.output is not None:
-        grad_output = chain.rows_that_see(xp, upstream.output, visible)
+    grad_output = xp.zeros_like(residuals.output) if upstream.output is None else upstream.output
+    grad_lse, grad_weights = xp.zeros_like(lse), xp.zeros_like(residuals.weights)
     if upstream.lse is not None:
         grad_lse = steps.only_where(xp, lse != -xp.inf, upstream.lse[..., None])
     if upstream.weights is not None:

@@ -26,7 +26,8 @@ def blas_threads():
 
 
 @pytest.fixture
-def two_blas_threads():
+def two_blas_threads(monkeypatch):
+    monkeypatch.setattr(blas, "_found", None)  # a test before may have loaded one more BLAS, SciPy's
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         if set(blas_threads()) != {2}:
             pytest.skip("this BLAS cannot be told its number of threads")
