@@ -309,8 +309,7 @@ def softmax_weights(xp: Namespace, exponentials: Array, row_sum: Array, visible:
 
 def log_sum_exp(xp: Namespace, row_shift: Array, row_sum: Array) -> Array:
     """lse = shift + log(row_sum), −∞ where the sum is 0."""
-    is_empty = row_sum == 0
-    return xp.where(is_empty, -xp.inf, row_shift + xp.log(xp.where(is_empty, 1, row_sum)))
+    return xp.where(row_sum == 0, -xp.inf, row_shift + xp.log(_divisor(xp, row_sum)))
 
 
 def _divisor(xp: Namespace, row_sum: Array) -> Array:

@@ -39,7 +39,7 @@ EXPLANATIONS = Path(__file__).with_name("mutation_survivors.toml")
 MODULES = {
     "steps": (),
     "visibility": ("test_visibility.py",),
-    "chain": (),
+    "chain": ("test_visibility.py",),
     "dense": (),
     "dropout": ("test_dropout.py",),
     "_internal.shapes": ("test_shapes.py",),

@@ -312,7 +312,7 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     of_products = keep**2 * sum_variance(products, squares, value.shape[-1], precision)
     of_products = weights**2 * (of_products + (precision.half + 1) * grad_weights**2)
     row_dot = np.sum(weights * grad_weights, axis=-1, keepdims=True)
-    row_dot_variance = _row_dot_variance(tile, grad_weights, of_products, like_products[1])
+    row_dot_variance = _row_dot_variance(tile, grad_weights, of_products, like_products[1], precision)
     row_dot_variance += _output_dot_variance(tile, grad_output, output, products, squares, precision)
     row_dot_variance += _row_dot_lost(tile, grad_weights, row_dot, precision)
     inside = grad_weights - row_dot
@@ -337,12 +337,16 @@ def backward(problem: Problem, tile: Forward, rows: slice, precision: Precision)
     return Backward(of_logits, of_scores, grad_sinks, grad_sinks_variance)
 
 
-def _row_dot_variance(tile: Forward, grad_weights: Array, of_products: Array, like_products: Array) -> Array:
+def _row_dot_variance(
+    tile: Forward, grad_weights: Array, of_products: Array, like_products: Array, precision: Precision
+) -> Array:
     """D = Σ P ∘ gP over the row's keys. An error of one exponential also changes the row's sum: Σ r (P (gP − D))²."""
     terms = tile.weights * grad_weights
     row_dot = np.sum(terms, axis=-1, keepdims=True)
     own = tile.exponential * (terms - tile.weights * row_dot) ** 2 * tile.like_keys
     own = own + of_products * np.maximum(tile.like_keys, like_products) + (tile.count / 6 + 1) * terms**2
+    # weights as they are stored
+    own = own + precision.half * terms**2 + near_zero(tile.weights, precision) * grad_weights**2
     shared = tile.together + tile.sink.exponential * tile.sink.weight**2
     return np.sum(own, axis=-1, keepdims=True) + shared * row_dot**2 + tile.count * partial_sums(terms)
 
@@ -374,5 +378,6 @@ def _output_dot_variance(
     entries = precision.half * output**2 + near_zero(output, precision) + tile.count * tile.partial_output
     variance = variance + np.sum(grad_output**2 * entries, axis=-1, keepdims=True)
     inside = (tile.count / 6 + 2) * squares + tile.stored * tile.like_keys * products**2
-    variance = variance + np.sum(tile.dropped**2 * inside, axis=-1, keepdims=True)
+    entries = tile.dropped**2 * inside + near_zero(tile.dropped, precision) * products**2
+    variance = variance + np.sum(entries, axis=-1, keepdims=True)
     return variance + np.sum(tile.tail * products, axis=-1, keepdims=True) ** 2

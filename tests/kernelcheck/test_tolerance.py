@@ -108,6 +108,7 @@ HARD = {
     "two sizes of weights under a saturated softcap": lambda: draw_problem(1250, "float16"),
     "many small terms beside a large one": lambda: draw_problem(2618, "float32"),
     "row dots that rounding takes away": lambda: draw_problem(2325, "bfloat16"),
+    "row dots of weights that are hardly numbers": lambda: draw_problem(20237, "float16"),
     "slopes of a saturated softcap that are all rounding": lambda: draw_problem(1504, "float32"),
     "a row of large logits that errs as one": lambda: draw_problem(1679, "float32"),
 }
