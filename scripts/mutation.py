@@ -7,7 +7,8 @@
 Each operator, constant, comparison and sign of MODULES is changed by itself. The tests are collected once; then every
 mutant has a forked process, in which the functions of its module get the changed code, and the tests run in order until
 one fails. A mutant that no test kills is a survivor. `mutation_survivors.toml` says of each known one why it changes
-nothing that can be seen; a survivor that is not there makes the exit code 1. docs/testing.md has the figures.
+nothing that can be seen; a survivor that is not there, or one there that is killed or gone, makes the exit code 1.
+docs/testing.md has the figures.
 """
 
 import argparse
@@ -374,17 +375,22 @@ def report(outcomes: list[Outcome], seconds: float, file: Path | None) -> int:
         of_module = [outcome for outcome in outcomes if outcome.mutant.module == module]
         killed = sum(outcome.killed_by is not None for outcome in of_module)
         print(f"{module:>18}: {killed} of {len(of_module)} killed")
+    tried = Counter(outcome.mutant.module for outcome in outcomes)
+    whole = tuple(f"{module}." for module in MODULES if tried[module] == len(mutants_of(module)))
+    stale = [text for text in known if text.startswith(whole) and text not in set(map(str, survivors))]
     killed = len(outcomes) - len(survivors)
     print(f"{killed} of {len(outcomes)} killed, {killed / len(outcomes):.1%}, in {seconds / 60:.1f} minutes")
     print(f"{len(survivors)} survivors, of which {len(unexplained)} without an explanation")
     for mutant in unexplained:
         print(f"  {mutant.name} line {mutant.line}  {mutant}")
+    for text in stale:
+        print(f"  explained, but no survivor: {text}")
     for test, count in Counter((outcome.killed_by or "none").partition("::")[0] for outcome in outcomes).most_common():
         print(f"{count:>6}  {test}")
     if file is not None:
         rows = [{**o.mutant._asdict(), "killed_by": o.killed_by, "seconds": o.seconds} for o in sorted(outcomes)]
         file.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
-    return 1 if unexplained else 0
+    return 1 if unexplained or stale else 0
 
 
 if __name__ == "__main__":
