@@ -39,9 +39,10 @@ class Bounds:
     def _option(self, name):
         """An array option as magnitudes, −∞ as 0; None where it is off."""
         array = self.inputs.options.get(name)
-        return (
-            None if array is None else np.abs(np.where(np.isneginf(np.asarray(array, float)), 0, array).astype(float))
-        )
+        if array is None:
+            return None
+        array = np.asarray(array, dtype=float)
+        return np.abs(np.where(np.isneginf(array), 0, array))
 
     def _upstream(self, name, shape):
         return np.abs(np.asarray(self.inputs.upstream.get(name, np.zeros(shape)), dtype=float))

@@ -9,6 +9,7 @@ import cupy_standin
 import numpy as np
 import pytest
 from cupy_standin import NOT_OFFERED, synchronisations
+from cupy_standin.calls import RENAMED
 from cupy_standin.ndarray import NOT_OFFERED_ATTRIBUTES
 
 LISTED = json.loads((Path(__file__).parent / "data" / "cupy-14.2-api.json").read_text())
@@ -49,7 +50,10 @@ def test_every_attribute_of_an_array_is_offered_or_set_aside():
 def test_an_array_has_no_other_attribute():
     public = {name for name in dir(xp.ndarray) if not name.startswith("_")}
     assert public <= set(LISTED["ndarray"])
-    operators = {name for name in vars(xp.ndarray) if name.startswith("__")}
+
+    class Empty: ...  # has what every class has, which from Python 3.13 on is more
+
+    operators = {name for name in vars(xp.ndarray) if name.startswith("__") and name not in vars(Empty)}
     assert operators <= set(LISTED["dunder"])
     with pytest.raises(AttributeError):
         xp.zeros(3).anything_else = 1
@@ -71,7 +75,7 @@ def test_no_more_arguments_are_taken_by_position(name):
 
 @pytest.mark.parametrize("name", UFUNCS)
 def test_a_ufunc_gives_numpys_values(name):
-    theirs = getattr(np, name)
+    theirs = getattr(np, RENAMED.get(name, name))
     positive = np.arange(1, 7).reshape(2, 3)
     inputs = [positive / 8, positive.T[::-1].copy().reshape(2, 3) / 8]
     if name in INTEGER_UFUNCS:

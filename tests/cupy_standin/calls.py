@@ -47,7 +47,14 @@ def call(name: str, args: tuple, kwargs: dict):
             check_device(array)
     if name in SYNCHRONISING:
         cuda.synchronisations.add(name)
-    return wrap_result(run(getattr(np, name), args, kwargs), arrays, kernel=name not in NO_KERNEL)
+    if kwargs.get("copy", True) is None:  # the default; reshape takes it from NumPy 2.1 on
+        kwargs = {keyword: value for keyword, value in kwargs.items() if keyword != "copy"}
+    function = getattr(np, RENAMED.get(name, name))
+    return wrap_result(run(function, args, kwargs), arrays, kernel=name not in NO_KERNEL)
+
+
+# What newer NumPy calls otherwise.
+RENAMED = {"fix": "trunc"}
 
 
 def run(function, args, kwargs):
