@@ -249,6 +249,7 @@ TWO = [
     ({"window-off-by-one:left,1", "scale-missing-in-backward:query"}, {"window": (3, 2)}),
     ({"gqa-tiled", "row-dot-missing"}, GROUPED),
     ({"scale-missing", "group-sum-missing:mean"}, GROUPED),
+    ({"gqa-tiled", "broadcast-sum-missing:first"}, {**GROUPED, "key": normal(1, 2, 12, 6)}),
     ({"alibi-sign", "broadcast-sum-missing:mean"}, {**ALIBI, "bias": normal(1, 1, 9, 12)}),
     ({"mask-inverted", "grad-value-undropped"}, {**MASKED, **DROPOUT}),
     ({"sinks-ignored-in-lse", "grad-sinks-sign"}, SINKS),
@@ -265,6 +266,21 @@ def test_a_forward_and_a_backward_mistake_at_once(planted, extra, dtype):
     assert {entry.partition(":")[0] for entry in planted} <= named, str(report)
     wrong = {name for name, array in report.arrays.items() if not array.passed}
     assert wrong == {name for diagnosis in report.diagnosis for name in diagnosis.explains}, str(report)
+
+
+@pytest.mark.parametrize("length", [9, 160])
+def test_the_forward_mistake_of_two_is_first_and_each_explains_its_own(length):
+    """The gradient of value shows the forward mistake alone: it says nothing of the backward one."""
+    arrays, options = problem(L=length, S=length)
+    report = compare({**arrays, **wrong_kernels.run(arrays, options, {"scale-missing", "row-dot-missing"})}, **options)
+    assert [(diagnosis.mistake, diagnosis.explains) for diagnosis in report.diagnosis] == [
+        ("scale-missing", ("output", "lse", "grad_value")),
+        ("row-dot-missing", ("grad_query", "grad_key")),
+    ]
+    arrays, options = problem(L=length, S=length, is_causal=True)
+    planted = {"scale-by-d", "causal-ignored-in-backward"}  # which all gradients show
+    report = compare({**arrays, **wrong_kernels.run(arrays, options, planted)}, **options)
+    assert [diagnosis.mistake for diagnosis in report.diagnosis] == ["scale-by-d", "causal-ignored-in-backward"]
 
 
 @pytest.mark.parametrize(("planted", "extra"), TWO, ids=lambda value: "+".join(sorted(value)))

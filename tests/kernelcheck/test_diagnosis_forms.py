@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import wrong_kernels
-from test_diagnosis import first_ties, problem
+from test_diagnosis import first_ties, normal, problem
 
 from numpy_sdpa.kernelcheck import compare
 from numpy_sdpa.kernelcheck.sample import strips_of
@@ -262,3 +262,43 @@ def test_two_at_once(planted, extra):
     assert {entry.partition(":")[0] for entry in planted} <= {d.mistake for d in report.diagnosis}, str(report)
     wrong = {name for name, array in report.arrays.items() if not array.passed}
     assert wrong == {name for diagnosis in report.diagnosis for name in diagnosis.explains}, str(report)
+
+
+# -- layout ----------------------------------------------------------------------------------------
+
+
+def reread(array):
+    """The memory of (B, H, L, X), read as (B, L, H, X)."""
+    batch, heads, length, size = array.shape
+    return array.reshape(batch, length, heads, size).swapaxes(1, 2)
+
+
+def written(array):
+    return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(array.shape)
+
+
+@pytest.mark.parametrize("lse", ["its own strides", "written so"])
+@pytest.mark.parametrize("names", ["inputs", "inputs and upstream gradients"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_a_kernel_that_takes_all_memory_for_the_other_layout(heads, names, lse):
+    arrays, options = problem(heads=heads, L=12, enable_gqa=True, grad_lse=normal(2, 4, 12))
+    read = {name: reread(arrays[name]) for name in ("query", "key", "value")}
+    if names != "inputs":
+        read["grad_output"] = reread(arrays["grad_output"])
+        if lse == "written so":
+            read["grad_lse"] = reread(arrays["grad_lse"][..., None])[..., 0]
+    results = wrong_kernels.run(arrays | read, options)
+    results = {name: array if name == "lse" else written(array) for name, array in results.items()}
+    if lse == "written so":
+        results["lse"] = written(results["lse"][..., None])[..., 0]
+    check_first(arrays, results, "layout-swapped", **options)
+
+
+@pytest.mark.parametrize("order", ["(B, H, L)", "(B, L, H)"])
+def test_a_kernel_that_attends_over_heads(order):
+    arrays, options = problem(heads=(6, 6), L=10, S=10)
+    names = ("query", "key", "value", "grad_output")
+    results = wrong_kernels.run(arrays | {name: arrays[name].swapaxes(1, 2) for name in names}, options)
+    swaps = {name for name in results if name != "lse" or order == "(B, H, L)"}
+    results = {name: array.swapaxes(1, 2) if name in swaps else array for name, array in results.items()}
+    check_first(arrays, results, "layout-swapped", **options)

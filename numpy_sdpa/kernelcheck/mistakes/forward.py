@@ -288,6 +288,10 @@ def _written(array: Array) -> Array:
     return np.reshape(np.swapaxes(array, -3, -2), array.shape)
 
 
+def _all_but_lse(change: Callable[[Array], Array]) -> Callable[[str, Array], Array]:
+    return lambda name, array: array if name == "lse" else change(array)
+
+
 _LAYOUT = (
     "heads and positions are exchanged: pass and read (…, H, L, E) where that is the layout, (…, L, H, E) where that is"
 )
@@ -296,13 +300,24 @@ _LAYOUT = (
 @forward("layout-swapped", _LAYOUT)
 def _(problem: Problem) -> Iterator[Change]:
     inputs = problem.inputs
+    # lse has no head size, and a kernel its own strides for it
+    but_lse = _all_but_lse(_written)
     for names in (("query", "key", "value"), ("query",), ("key", "value"), ("key",), ("value",)):
         changed = {name: _reread(inputs[name]) for name in names}
         variant = f"{', '.join(names)} read so"
         yield Change(variant, inputs=changed, whole=True)
-        yield Change(
-            f"{variant}, results written so", inputs=changed, whole=True, results=lambda array: _written(array)
-        )
+        written = f"{variant}, results written so"
+        yield Change(written, inputs=changed, whole=True, results=lambda name, array: _written(array))
+        yield Change(f"{written} but for lse", inputs=changed, whole=True, results=but_lse)
+    everything = {name: _reread(inputs[name]) for name in ("query", "key", "value")}
+    if "grad_output" in problem.upstream:
+        upstream = {**problem.upstream, "grad_output": _reread(problem.upstream["grad_output"])}
+        other = replace(problem, inputs={**inputs, **everything}, upstream=upstream)
+        yield Change("all read and written so but for lse", problem=other, whole=True, results=but_lse)
+        if "grad_lse" in upstream:
+            upstream = {**upstream, "grad_lse": _reread(upstream["grad_lse"][..., None])[..., 0]}
+            other = replace(other, upstream=upstream)
+        yield Change("all read and written so", problem=other, whole=True, results=lambda name, array: _written(array))
     swapped = {name: np.swapaxes(inputs[name], -3, -2) for name in ("query", "key", "value")}
     upstream = {
         name: np.swapaxes(array, -2, -3 if name == "grad_output" else -1) for name, array in problem.upstream.items()
@@ -315,9 +330,15 @@ def _(problem: Problem) -> Iterator[Change]:
     ):  # where lengths cannot be head counts no kernel takes them for that
         if other.shape_of("output")[:-1] != upstream_shape:
             return
-        yield Change(
-            "attending over heads", problem=other, whole=True, results=lambda array: np.swapaxes(array, -3, -2)
+
+        def exchanged(array: Array) -> Array:
+            return np.swapaxes(array, -3, -2)
+
+        over_heads = Change(
+            "attending over heads", problem=other, whole=True, results=lambda name, array: exchanged(array)
         )
+        yield over_heads
+        yield replace(over_heads, variant="attending over heads, lse in its own order", results=_all_but_lse(exchanged))
 
 
 @rewritten("layout-swapped", _LAYOUT, is_backward=False)
