@@ -302,3 +302,53 @@ def test_a_kernel_that_attends_over_heads(order):
     swaps = {name for name in results if name != "lse" or order == "(B, H, L)"}
     results = {name: array.swapaxes(1, 2) if name in swaps else array for name, array in results.items()}
     check_first(arrays, results, "layout-swapped", **options)
+
+
+# -- past the lengths ------------------------------------------------------------------------------
+
+
+def packed(run, query_lengths=(9, 14, 6), key_lengths=(12, 9, 7)):
+    """Three packed sequences and what `run` gives of each alone: there is nothing past their lengths."""
+    each = [
+        problem(batch=1, L=length, S=keys, seed=i)[0]
+        for i, (length, keys) in enumerate(zip(query_lengths, key_lengths, strict=True))
+    ]
+    results = [run(arrays) for arrays in each]
+    lse = {"lse": np.concatenate([one.pop("lse")[0] for one in results], axis=-1)}
+    both = [{**arrays, **one} for arrays, one in zip(each, results, strict=True)]
+    joined = {name: np.concatenate([one[name][0].swapaxes(0, 1) for one in both]) for name in both[0]}
+    ends = {
+        name: np.cumsum([0, *lengths])
+        for name, lengths in (("cu_seqlens_q", query_lengths), ("cu_seqlens_k", key_lengths))
+    }
+    return joined | ends, lse
+
+
+@pytest.mark.parametrize(
+    "planted", [{"softcap-after-mask"}, {"fully-masked-mean"}, {"fully-masked-nan"}], ids=lambda planted: min(planted)
+)
+def test_packed_sequences_have_nothing_past_their_lengths(planted):
+    # of the second sequence some rows see nothing
+    options = {"is_causal": True, "alignment": "lower_right"}
+    if "softcap-after-mask" in planted:
+        options = {"is_causal": True, "softcap": 1.5}
+    arrays, results = packed(lambda arrays: wrong_kernels.run(arrays, options, planted))
+    check_first(arrays, results, *planted, **options)
+
+
+@pytest.mark.parametrize("mistake", ["softcap-after-mask", "fully-masked-mean"])
+def test_a_kernel_that_runs_to_the_lengths_of_a_batch(mistake):
+    options = {"is_causal": True, "softcap": 1.5}
+    if mistake == "fully-masked-mean":
+        options["query_offset"] = -2  # the first two rows see nothing
+    arrays, _ = problem()
+    parts = []
+    for element, length in enumerate((7, 10)):
+        one = {name: array[element : element + 1] for name, array in arrays.items()}
+        one |= {name: one[name][..., :length, :] for name in ("key", "value")}
+        results = wrong_kernels.run(one, options, {mistake})
+        for name in ("grad_key", "grad_value"):
+            results[name] = np.pad(results[name], ((0, 0), (0, 0), (0, 12 - length), (0, 0)))
+        parts.append(results)
+    results = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    check_first(arrays | {"key_lengths": np.array([7, 10])}, results, mistake, **options)
