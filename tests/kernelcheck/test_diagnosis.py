@@ -383,6 +383,18 @@ def test_a_result_that_is_off_by_a_factor_is_not_put_down_to_half_precision(fact
     assert not report.diagnosis
 
 
+def test_nor_where_sums_in_a_half_type_are_off_by_a_factor_themselves():
+    """A thousand like terms added in bfloat16 stop growing: most of that error is a factor, but not all of it."""
+    arrays, _ = problem(batch=1, L=32, S=1024, E=64, Ev=64)
+    results = wrong_kernels.run(arrays, {})
+    report = compare({**arrays, **results, "output": results["output"] * np.float32(1.01)})
+    assert not report.passed
+    assert report.diagnosis == ()
+    results = half_sum_kernel(arrays, "bfloat16", 16)
+    report = compare({**arrays, **{name: array.astype(np.float32) for name, array in results.items()}})
+    assert first_ties(report) == [HALF_PRECISION_SUMS], str(report)
+
+
 def test_a_large_error_is_not_put_down_to_half_precision():
     arrays, options = problem(dtype="bfloat16")
     results = wrong_kernels.run(arrays, options)
