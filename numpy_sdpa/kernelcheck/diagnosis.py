@@ -211,7 +211,10 @@ class _Diagnoser:
             if again is not None:
                 tested = {name for name, _ in _outcomes(explanation.candidate, sample, explanation.residuals)}
                 untested = {name: error for name, error in explanation.residuals.items() if name not in tested}
-                confirmed.append(Explanation(again.candidate, {**untested, **again.residuals}))
+                # what a forward mistake explains alone is not that of the backward one that goes on from it
+                others = set() if explanation.candidate.forward else explained(chosen) - set(explanation.residuals)
+                more = {name: error for name, error in again.residuals.items() if name not in others}
+                confirmed.append(Explanation(again.candidate, {**untested, **more}))
         return confirmed
 
 
@@ -369,7 +372,7 @@ def explained(explanations: Iterable[Explanation]) -> set[str]:
 
 
 def named(explanations: list[Explanation]) -> list[Diagnosis]:
-    """Ties stand together, in the order of the table."""
+    """Ties stand together, in the order of the table; forward mistakes before backward ones that go on from them."""
     order = {mistake: number for number, mistake in enumerate(MISTAKES)}
     groups: list[list[Explanation]] = []
     for explanation in explanations:
@@ -377,6 +380,7 @@ def named(explanations: list[Explanation]) -> list[Diagnosis]:
             groups[-1].append(explanation)
         else:
             groups.append([explanation])
+    groups.sort(key=lambda group: not any(name in FORWARD for name in group[0].residuals))
     diagnoses = []
     for group in groups:
         for number, explanation in enumerate(sorted(group, key=lambda e: order[e.candidate.mistake])):

@@ -157,7 +157,7 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     readers = {".npz": _read_npz, ".safetensors": _read_safetensors}
     ending = path.suffix.lower()
     if ending not in readers:
-        raise DumpError(f"a dump is a .npz or a .safetensors file, got {path.name}")
+        raise DumpError(f"a dump is a .npz or a .safetensors file, got {path}")
     try:
         return readers[ending](path)
     except OSError as error:

@@ -49,14 +49,17 @@ def _is_where_nothing_is_summed(sample: Sample, name: str, emulated: Mapping[str
 
 
 def _is_proportional(sample: Sample, name: str, emulated: Mapping[str, Array]) -> bool:
-    """Whether the kernel's error is a multiple of the result, which that of half sums is in part at most."""
+    """Whether the kernel's error is more nearly a multiple of the result than that of half sums, which is one in part.
+
+    Long sums of like terms in bfloat16 stop growing, which is a factor to 0.9: the rest of the error tells.
+    """
     gold = _finite(sample.gold[name])
 
     def proportional(results: Array) -> float:
         error = _finite(results) - gold
         return float(np.sum(error * gold)) ** 2 / max(float(np.sum(error**2) * np.sum(gold**2)), 1e-300)
 
-    return name in emulated and proportional(sample.given[name]) > 0.9 > 1.5 * proportional(emulated[name])
+    return name in emulated and 1 - proportional(sample.given[name]) < 0.1 * (1 - proportional(emulated[name]))
 
 
 def half_sum_results(sample: Sample, half_type: str) -> Mapping[str, Array]:

@@ -29,8 +29,8 @@ class Change:
     view: Callable[["Kernel", View], View] | None = None
     key_heads: Array | None = None  # which key head each query head reads
     problem: Problem | None = None  # another problem altogether
-    results: Callable[[Array], Array] | None = (
-        None  # what becomes of each result (…, H, L, X) and gradient of Q, K and V
+    results: Callable[[str, Array], Array] | None = (
+        None  # what becomes of each result (…, H, L, X), by name: output, lse and the gradients of Q, K and V
     )
     whole: bool = (
         False  # a part of the plane does not tell: a sum runs over more than a row, or arrays are read otherwise

@@ -153,8 +153,8 @@ class Whole(Sample):
     def _forward_results(self, kernel: Kernel, forward: Forward) -> Arrays:
         output, lse = forward.output, forward.lse[..., 0]
         if kernel.change.results is not None:
-            output = kernel.change.results(output)
-            lse = kernel.change.results(forward.lse)[..., 0]
+            output = kernel.change.results("output", output)
+            lse = kernel.change.results("lse", forward.lse)[..., 0]
         return {
             "output": output,
             "lse": self.problem.lse_of_system(lse, self.given.get("lse")),
@@ -171,7 +171,7 @@ class Whole(Sample):
             array = kernel.problem.in_groups(name, array, kernel.key_heads)
             array = sum_to_shape(np, array, kernel.problem.inputs[name].shape)
             if kernel.change.results is not None and name in ("query", "key", "value"):
-                array = kernel.change.results(array)
+                array = kernel.change.results(f"grad_{name}", array)
             results[f"grad_{name}"] = array
         return results
 

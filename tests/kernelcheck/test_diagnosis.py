@@ -249,6 +249,7 @@ TWO = [
     ({"window-off-by-one:left,1", "scale-missing-in-backward:query"}, {"window": (3, 2)}),
     ({"gqa-tiled", "row-dot-missing"}, GROUPED),
     ({"scale-missing", "group-sum-missing:mean"}, GROUPED),
+    ({"gqa-tiled", "broadcast-sum-missing:first"}, {**GROUPED, "key": normal(1, 2, 12, 6)}),
     ({"alibi-sign", "broadcast-sum-missing:mean"}, {**ALIBI, "bias": normal(1, 1, 9, 12)}),
     ({"mask-inverted", "grad-value-undropped"}, {**MASKED, **DROPOUT}),
     ({"sinks-ignored-in-lse", "grad-sinks-sign"}, SINKS),
@@ -265,6 +266,21 @@ def test_a_forward_and_a_backward_mistake_at_once(planted, extra, dtype):
     assert {entry.partition(":")[0] for entry in planted} <= named, str(report)
     wrong = {name for name, array in report.arrays.items() if not array.passed}
     assert wrong == {name for diagnosis in report.diagnosis for name in diagnosis.explains}, str(report)
+
+
+@pytest.mark.parametrize("length", [9, 160])
+def test_the_forward_mistake_of_two_is_first_and_each_explains_its_own(length):
+    """The gradient of value shows the forward mistake alone: it says nothing of the backward one."""
+    arrays, options = problem(L=length, S=length)
+    report = compare({**arrays, **wrong_kernels.run(arrays, options, {"scale-missing", "row-dot-missing"})}, **options)
+    assert [(diagnosis.mistake, diagnosis.explains) for diagnosis in report.diagnosis] == [
+        ("scale-missing", ("output", "lse", "grad_value")),
+        ("row-dot-missing", ("grad_query", "grad_key")),
+    ]
+    arrays, options = problem(L=length, S=length, is_causal=True)
+    planted = {"scale-by-d", "causal-ignored-in-backward"}  # which all gradients show
+    report = compare({**arrays, **wrong_kernels.run(arrays, options, planted)}, **options)
+    assert [diagnosis.mistake for diagnosis in report.diagnosis] == ["scale-by-d", "causal-ignored-in-backward"]
 
 
 @pytest.mark.parametrize(("planted", "extra"), TWO, ids=lambda value: "+".join(sorted(value)))
@@ -365,6 +381,18 @@ def test_a_result_that_is_off_by_a_factor_is_not_put_down_to_half_precision(fact
     report = compare(wrong, **options)
     assert not report.passed
     assert not report.diagnosis
+
+
+def test_nor_where_sums_in_a_half_type_are_off_by_a_factor_themselves():
+    """A thousand like terms added in bfloat16 stop growing: most of that error is a factor, but not all of it."""
+    arrays, _ = problem(batch=1, L=32, S=1024, E=64, Ev=64)
+    results = wrong_kernels.run(arrays, {})
+    report = compare({**arrays, **results, "output": results["output"] * np.float32(1.01)})
+    assert not report.passed
+    assert report.diagnosis == ()
+    results = half_sum_kernel(arrays, "bfloat16", 16)
+    report = compare({**arrays, **{name: array.astype(np.float32) for name, array in results.items()}})
+    assert first_ties(report) == [HALF_PRECISION_SUMS], str(report)
 
 
 def test_a_large_error_is_not_put_down_to_half_precision():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import wrong_kernels
-from test_diagnosis import first_ties, problem
+from test_diagnosis import first_ties, normal, problem
 
 from numpy_sdpa.kernelcheck import compare
 from numpy_sdpa.kernelcheck.sample import strips_of
@@ -262,3 +262,93 @@ def test_two_at_once(planted, extra):
     assert {entry.partition(":")[0] for entry in planted} <= {d.mistake for d in report.diagnosis}, str(report)
     wrong = {name for name, array in report.arrays.items() if not array.passed}
     assert wrong == {name for diagnosis in report.diagnosis for name in diagnosis.explains}, str(report)
+
+
+# -- layout ----------------------------------------------------------------------------------------
+
+
+def reread(array):
+    """The memory of (B, H, L, X), read as (B, L, H, X)."""
+    batch, heads, length, size = array.shape
+    return array.reshape(batch, length, heads, size).swapaxes(1, 2)
+
+
+def written(array):
+    return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(array.shape)
+
+
+@pytest.mark.parametrize("lse", ["its own strides", "written so"])
+@pytest.mark.parametrize("names", ["inputs", "inputs and upstream gradients"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_a_kernel_that_takes_all_memory_for_the_other_layout(heads, names, lse):
+    arrays, options = problem(heads=heads, L=12, enable_gqa=True, grad_lse=normal(2, 4, 12))
+    read = {name: reread(arrays[name]) for name in ("query", "key", "value")}
+    if names != "inputs":
+        read["grad_output"] = reread(arrays["grad_output"])
+        if lse == "written so":
+            read["grad_lse"] = reread(arrays["grad_lse"][..., None])[..., 0]
+    results = wrong_kernels.run(arrays | read, options)
+    results = {name: array if name == "lse" else written(array) for name, array in results.items()}
+    if lse == "written so":
+        results["lse"] = written(results["lse"][..., None])[..., 0]
+    check_first(arrays, results, "layout-swapped", **options)
+
+
+@pytest.mark.parametrize("order", ["(B, H, L)", "(B, L, H)"])
+def test_a_kernel_that_attends_over_heads(order):
+    arrays, options = problem(heads=(6, 6), L=10, S=10)
+    names = ("query", "key", "value", "grad_output")
+    results = wrong_kernels.run(arrays | {name: arrays[name].swapaxes(1, 2) for name in names}, options)
+    swaps = {name for name in results if name != "lse" or order == "(B, H, L)"}
+    results = {name: array.swapaxes(1, 2) if name in swaps else array for name, array in results.items()}
+    check_first(arrays, results, "layout-swapped", **options)
+
+
+# -- past the lengths ------------------------------------------------------------------------------
+
+
+def packed(run, query_lengths=(9, 14, 6), key_lengths=(12, 9, 7)):
+    """Three packed sequences and what `run` gives of each alone: there is nothing past their lengths."""
+    each = [
+        problem(batch=1, L=length, S=keys, seed=i)[0]
+        for i, (length, keys) in enumerate(zip(query_lengths, key_lengths, strict=True))
+    ]
+    results = [run(arrays) for arrays in each]
+    lse = {"lse": np.concatenate([one.pop("lse")[0] for one in results], axis=-1)}
+    both = [{**arrays, **one} for arrays, one in zip(each, results, strict=True)]
+    joined = {name: np.concatenate([one[name][0].swapaxes(0, 1) for one in both]) for name in both[0]}
+    ends = {
+        name: np.cumsum([0, *lengths])
+        for name, lengths in (("cu_seqlens_q", query_lengths), ("cu_seqlens_k", key_lengths))
+    }
+    return joined | ends, lse
+
+
+@pytest.mark.parametrize(
+    "planted", [{"softcap-after-mask"}, {"fully-masked-mean"}, {"fully-masked-nan"}], ids=lambda planted: min(planted)
+)
+def test_packed_sequences_have_nothing_past_their_lengths(planted):
+    # of the second sequence some rows see nothing
+    options = {"is_causal": True, "alignment": "lower_right"}
+    if "softcap-after-mask" in planted:
+        options = {"is_causal": True, "softcap": 1.5}
+    arrays, results = packed(lambda arrays: wrong_kernels.run(arrays, options, planted))
+    check_first(arrays, results, *planted, **options)
+
+
+@pytest.mark.parametrize("mistake", ["softcap-after-mask", "fully-masked-mean"])
+def test_a_kernel_that_runs_to_the_lengths_of_a_batch(mistake):
+    options = {"is_causal": True, "softcap": 1.5}
+    if mistake == "fully-masked-mean":
+        options["query_offset"] = -2  # the first two rows see nothing
+    arrays, _ = problem()
+    parts = []
+    for element, length in enumerate((7, 10)):
+        one = {name: array[element : element + 1] for name, array in arrays.items()}
+        one |= {name: one[name][..., :length, :] for name in ("key", "value")}
+        results = wrong_kernels.run(one, options, {mistake})
+        for name in ("grad_key", "grad_value"):
+            results[name] = np.pad(results[name], ((0, 0), (0, 0), (0, 12 - length), (0, 0)))
+        parts.append(results)
+    results = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    check_first(arrays | {"key_lengths": np.array([7, 10])}, results, mistake, **options)

@@ -39,7 +39,7 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
     if other is not None and results.is_whole and results.unsummed and results.problem.resolved[1].group > 1:
         copies = results.unsummed(other.removeprefix("grad_"))
         if name == "grad_key":
-            copies = results.problem.in_groups("key", copies)
+            copies = results.problem.in_groups("key", copies, results.key_heads)
         yield f"{other} given, before the sum over the group", copies
 
 
@@ -113,7 +113,7 @@ def _(results: Results, name: str) -> Iterator[tuple[str, Array]]:
     axes = problem.repeated_axes(argument) if argument in INPUTS else ()
     if not axes or results.unsummed is None:
         return
-    full = problem.in_groups(argument, results.unsummed(argument))
+    full = problem.in_groups(argument, results.unsummed(argument), results.key_heads)
     takes = {
         "not summed": lambda array, axes: array,
         "first": lambda array, axes: _taken(array, axes, 0),

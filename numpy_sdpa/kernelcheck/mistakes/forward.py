@@ -144,19 +144,35 @@ def _empty(kernel: Kernel) -> Array:
     return ~Kernel(kernel.problem, replace(kernel.change, view=None), kernel.part).sees
 
 
+_LENGTHS = ("query_lengths", "key_lengths")
+_UNMASKED: dict[str, Any] = dict.fromkeys(("mask", *_LENGTHS, "query_segments", "key_segments"))
+_UNBANDED: dict[str, Any] = {"is_causal": False, "window": (None, None)}
+
+
+def _has_lengths(problem: Problem) -> bool:
+    return any(getattr(problem.resolved[1], name) is not None for name in _LENGTHS)
+
+
+def _but_lengths(options: dict[str, Any]) -> dict[str, Any]:
+    """For a kernel that runs to the lengths: the positions past them, as those of packed sequences, are not there."""
+    return {name: option for name, option in options.items() if name not in _LENGTHS}
+
+
+def _visible_under(kernel: Kernel, options: dict[str, Any]) -> Array | None:
+    return Kernel(kernel.problem, Change(inputs={"bias": None}, options=options), kernel.part).view.visible
+
+
 @forward(
     "fully-masked-mean", "a query that sees no key has output 0 and lse −∞; a finite fill makes it a mean of values"
 )
 def _(problem: Problem) -> Iterator[Change]:
-    masks = dict.fromkeys(("mask", "query_lengths", "key_lengths", "query_segments", "key_segments"))
-
     def seeing(options: dict[str, Any]) -> Callable[[Kernel, View], View]:
         """Rows that see nothing see all that `options` leave."""
 
         def view_of(kernel: Kernel, view: View) -> View:
             if view.visible is None:
                 return view
-            unmasked = Kernel(kernel.problem, Change(inputs={"bias": None}, options=options), kernel.part).view.visible
+            unmasked = _visible_under(kernel, options)
             return view._replace(visible=view.visible | (_empty(kernel) & (True if unmasked is None else unmasked)))
 
         return view_of
@@ -176,7 +192,7 @@ def _(problem: Problem) -> Iterator[Change]:
         return logits
 
     def hidden_by_rules(kernel: Kernel) -> Array:
-        visible = Kernel(kernel.problem, Change(inputs={"bias": None}), kernel.part).view.visible
+        visible = _visible_under(kernel, {})
         return np.array(False) if visible is None else ~visible
 
     def hidden_by_any(kernel: Kernel) -> Array:
@@ -198,7 +214,10 @@ def _(problem: Problem) -> Iterator[Change]:
 
     if np.all(problem.sees) and problem.system.empty_rows == "zero":
         return
-    for keys, options in (("all keys", masks | {"is_causal": False, "window": (None, None)}), ("band", masks)):
+    over_keys = {"all keys": _UNMASKED | _UNBANDED, "band": _UNMASKED}
+    if _has_lengths(problem):
+        over_keys |= {f"{keys} within the lengths": _but_lengths(options) for keys, options in over_keys.items()}
+    for keys, options in over_keys.items():
         view = seeing(options)
         yield Change(f"{keys}, filled", view=view, steps={"logits": filled, "logits_backward": stopped})
         yield Change(f"{keys}, filled, gradient flowing", view=view, steps={"logits": filled})
@@ -214,48 +233,68 @@ def _(problem: Problem) -> Iterator[Change]:
 
 @forward("fully-masked-nan", "a query that sees no key has output 0 and lse −∞: guard the division by its sum of 0")
 def _(problem: Problem) -> Iterator[Change]:
-    def nan_rows(kernel: Kernel, array: Array) -> Array:
-        return np.where(_empty(kernel), np.nan, array)
+    def changes(variant: str, is_within: bool) -> Iterator[Change]:
+        """Where `is_within`, NaN only in rows and keys within the lengths."""
 
-    def nan_heads(kernel: Kernel, array: Array) -> Array:
-        return np.where(np.any(_empty(kernel), axis=-2, keepdims=True), np.nan, array)
+        def empty(kernel: Kernel) -> Array:
+            rows = _visible_under(kernel, _UNMASKED | _UNBANDED | only("query_lengths")) if is_within else None
+            return _empty(kernel) & (True if rows is None else np.any(rows, axis=-1, keepdims=True))
 
-    def output(kernel: Kernel, weights: Array) -> Array:
-        return nan_rows(kernel, right.output(kernel, np.where(np.isnan(weights), 0, weights)))
+        def only(name: str) -> dict[str, Any]:
+            return {name: getattr(problem.resolved[1], name)}
 
-    def softmax(kernel: Kernel, logits: Array) -> steps.Softmax:
-        result = right.softmax(kernel, logits)
-        return result._replace(weights=nan_rows(kernel, result.weights))
+        def nan_rows(kernel: Kernel, array: Array) -> Array:
+            return np.where(empty(kernel), np.nan, array)
 
-    def softmax_nan_lse(kernel: Kernel, logits: Array) -> steps.Softmax:
-        result = softmax(kernel, logits)
-        return result._replace(lse=nan_rows(kernel, result.lse))
+        def nan_heads(kernel: Kernel, array: Array) -> Array:
+            return np.where(np.any(empty(kernel), axis=-2, keepdims=True), np.nan, array)
 
-    def output_backward(kernel: Kernel, grad_output: Array, weights: Array) -> steps.OutputGradients:
-        grads = right.output_backward(kernel, grad_output, np.where(np.isnan(weights), 0, weights))
-        return grads._replace(value=nan_heads(kernel, grads.value))
+        def nan_keys(kernel: Kernel, array: Array) -> Array:
+            keys = _visible_under(kernel, _UNMASKED | _UNBANDED | only("key_lengths")) if is_within else None
+            there = True if keys is None else np.any(keys, axis=-2)[..., None]
+            return np.where(there, nan_heads(kernel, array), array)
 
-    def stopped(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
-        return right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
+        def output(kernel: Kernel, weights: Array) -> Array:
+            return nan_rows(kernel, right.output(kernel, np.where(np.isnan(weights), 0, weights)))
 
-    def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
-        grads = stopped(kernel, grad_logits, run)
-        slopes = grads.alibi_slopes
-        return grads._replace(
-            query=nan_rows(kernel, grads.query),
-            key=nan_heads(kernel, grads.key),
-            bias=None if grads.bias is None else nan_rows(kernel, grads.bias),
-            alibi_slopes=None if slopes is None else nan_heads(kernel, slopes[..., None, None])[..., 0, 0],
-        )
+        def softmax(kernel: Kernel, logits: Array) -> steps.Softmax:
+            result = right.softmax(kernel, logits)
+            return result._replace(weights=nan_rows(kernel, result.weights))
+
+        def softmax_nan_lse(kernel: Kernel, logits: Array) -> steps.Softmax:
+            result = softmax(kernel, logits)
+            return result._replace(lse=nan_rows(kernel, result.lse))
+
+        def output_backward(kernel: Kernel, grad_output: Array, weights: Array) -> steps.OutputGradients:
+            grads = right.output_backward(kernel, grad_output, np.where(np.isnan(weights), 0, weights))
+            return grads._replace(value=nan_keys(kernel, grads.value))
+
+        def stopped(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+            return right.logits_backward(kernel, np.where(_empty(kernel), 0, grad_logits), run)
+
+        def logits_backward(kernel: Kernel, grad_logits: Array, run: Forward) -> Differentiable:
+            grads = stopped(kernel, grad_logits, run)
+            slopes = grads.alibi_slopes
+            return grads._replace(
+                query=nan_rows(kernel, grads.query),
+                key=nan_keys(kernel, grads.key),
+                bias=None if grads.bias is None else nan_rows(kernel, grads.bias),
+                alibi_slopes=None if slopes is None else nan_heads(kernel, slopes[..., None, None])[..., 0, 0],
+            )
+
+        spread: dict[str, Callable[..., Any]] = {"output": output, "output_backward": output_backward}
+        for of_lse, function in (("", softmax), ("lse too", softmax_nan_lse)):
+            form = ", ".join(filter(None, (variant, of_lse)))
+            yield Change(form, steps={"softmax": function, "logits_backward": logits_backward, **spread})
+            # where the mask was filled in, its gradient stops the NaN
+            of_values = ", ".join(filter(None, (form, "gradients of values alone")))
+            yield Change(of_values, steps={"softmax": function, "logits_backward": stopped, **spread})
 
     if np.all(problem.sees):
         return
-    spread: dict[str, Callable[..., Any]] = {"output": output, "output_backward": output_backward}
-    for variant, function in (("", softmax), ("lse too", softmax_nan_lse)):
-        yield Change(variant, steps={"softmax": function, "logits_backward": logits_backward, **spread})
-        # where the mask was filled in, its gradient stops the NaN
-        of_values = f"{variant}, gradients of values alone".removeprefix(", ")
-        yield Change(of_values, steps={"softmax": function, "logits_backward": stopped, **spread})
+    yield from changes("", is_within=False)
+    if _has_lengths(problem):
+        yield from changes("within the lengths", is_within=True)
 
 
 def right_change(problem: Problem) -> Change:
@@ -288,6 +327,10 @@ def _written(array: Array) -> Array:
     return np.reshape(np.swapaxes(array, -3, -2), array.shape)
 
 
+def _all_but_lse(change: Callable[[Array], Array]) -> Callable[[str, Array], Array]:
+    return lambda name, array: array if name == "lse" else change(array)
+
+
 _LAYOUT = (
     "heads and positions are exchanged: pass and read (…, H, L, E) where that is the layout, (…, L, H, E) where that is"
 )
@@ -296,13 +339,24 @@ _LAYOUT = (
 @forward("layout-swapped", _LAYOUT)
 def _(problem: Problem) -> Iterator[Change]:
     inputs = problem.inputs
+    # lse has no head size, and a kernel its own strides for it
+    but_lse = _all_but_lse(_written)
     for names in (("query", "key", "value"), ("query",), ("key", "value"), ("key",), ("value",)):
         changed = {name: _reread(inputs[name]) for name in names}
         variant = f"{', '.join(names)} read so"
         yield Change(variant, inputs=changed, whole=True)
-        yield Change(
-            f"{variant}, results written so", inputs=changed, whole=True, results=lambda array: _written(array)
-        )
+        written = f"{variant}, results written so"
+        yield Change(written, inputs=changed, whole=True, results=lambda name, array: _written(array))
+        yield Change(f"{written} but for lse", inputs=changed, whole=True, results=but_lse)
+    everything = {name: _reread(inputs[name]) for name in ("query", "key", "value")}
+    if "grad_output" in problem.upstream:
+        upstream = {**problem.upstream, "grad_output": _reread(problem.upstream["grad_output"])}
+        other = replace(problem, inputs={**inputs, **everything}, upstream=upstream)
+        yield Change("all read and written so but for lse", problem=other, whole=True, results=but_lse)
+        if "grad_lse" in upstream:
+            upstream = {**upstream, "grad_lse": _reread(upstream["grad_lse"][..., None])[..., 0]}
+            other = replace(other, upstream=upstream)
+        yield Change("all read and written so", problem=other, whole=True, results=lambda name, array: _written(array))
     swapped = {name: np.swapaxes(inputs[name], -3, -2) for name in ("query", "key", "value")}
     upstream = {
         name: np.swapaxes(array, -2, -3 if name == "grad_output" else -1) for name, array in problem.upstream.items()
@@ -315,9 +369,15 @@ def _(problem: Problem) -> Iterator[Change]:
     ):  # where lengths cannot be head counts no kernel takes them for that
         if other.shape_of("output")[:-1] != upstream_shape:
             return
-        yield Change(
-            "attending over heads", problem=other, whole=True, results=lambda array: np.swapaxes(array, -3, -2)
+
+        def exchanged(array: Array) -> Array:
+            return np.swapaxes(array, -3, -2)
+
+        over_heads = Change(
+            "attending over heads", problem=other, whole=True, results=lambda name, array: exchanged(array)
         )
+        yield over_heads
+        yield replace(over_heads, variant="attending over heads, lse in its own order", results=_all_but_lse(exchanged))
 
 
 @rewritten("layout-swapped", _LAYOUT, is_backward=False)
@@ -382,12 +442,13 @@ def replace_operands(kernel: Kernel, **operands: Any) -> Differentiable:
 def _(problem: Problem) -> Iterator[Change]:
     if problem.resolved[0].softcap is not None:
         added = tuple(name for name in ("bias", "alibi_slopes") if problem.inputs.get(name) is not None)
-        for after in dict.fromkeys([added, ()]):
-            yield Change(
-                f"scores + {' + '.join((*after, 'mask'))}",
-                steps=_capped_late(after, masked=True),
-                view=lambda kernel, view: view._replace(visible=None),
-            )
+        unhidden: dict[str, Callable[[Kernel, View], View]] = {"": lambda kernel, view: view._replace(visible=None)}
+        if _has_lengths(problem):
+            within = _but_lengths(_UNMASKED) | _UNBANDED
+            unhidden[" within the lengths"] = lambda kernel, view: view._replace(visible=_visible_under(kernel, within))
+        for after, where in itertools.product(dict.fromkeys([added, ()]), unhidden):
+            variant = f"scores + {' + '.join((*after, 'mask'))}{where}"
+            yield Change(variant, steps=_capped_late(after, masked=True), view=unhidden[where])
 
 
 @forward("bias-before-softcap", "cap the scores first, then add ALiBi and bias")
