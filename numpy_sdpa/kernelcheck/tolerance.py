@@ -10,6 +10,7 @@ import numpy as np
 
 from numpy_sdpa._internal.namespace import Array
 from numpy_sdpa._internal.options import Options
+from numpy_sdpa.blockwise.workers import Buffers, Workers, default_workers
 from numpy_sdpa.kernelcheck import rounding
 from numpy_sdpa.kernelcheck.input_gradients import GRADIENTS
 from numpy_sdpa.kernelcheck.precision import FORMATS, Precision, half_unit, precision_of
@@ -17,6 +18,7 @@ from numpy_sdpa.residuals import SDPAResiduals, Upstream
 
 # Elements of the plane in one tile: its dozens of arrays of float64 take 4 MiB each.
 _TILE = 2**19
+_MOST_WORKERS = 8  # each has a tile at hand
 
 # Variances are float64: those of float64 results below this are lost, as their squares are below 2⁻¹⁰²².
 _VARIANCE_UNDERFLOW = 2.0**-500
@@ -54,13 +56,21 @@ def rounding_sigma(
         if gradients and upstream is None:
             raise ValueError(f"upstream, which {', '.join(gradients)} come from, must be given, got None")
         variances = {name: np.zeros(array.shape) for name, array in gold.items() if name not in gradients}
-        for rows in _row_tiles(residuals.options):
+        workers = Workers(min(default_workers(), _MOST_WORKERS), lambda: np.errstate(all="ignore"))
+
+        def add_tile(task: tuple[int, slice], _: Buffers) -> None:
+            number, rows = task
             tile = rounding.forward(problem, rows, precision)
             _put_forward(variances, problem, tile, rows, precision)
-            if gradients:
-                back = rounding.backward(problem, tile, rows, precision)
-                for gradient in gradients.values():
-                    gradient.add(tile, back, rows)
+            if not gradients:
+                return
+            back = rounding.backward(problem, tile, rows, precision)
+            for name, gradient in gradients.items():
+                workers.in_order.wait(name, number)
+                gradient.add(tile, back, rows)
+                workers.in_order.finish(name, number)
+
+        workers.run(add_tile, list(enumerate(_row_tiles(residuals.options))))
         variances |= {name: gradient.variance() for name, gradient in gradients.items()}
         return {name: precision.rounding * np.sqrt(variances[name]) for name in gold}
 
