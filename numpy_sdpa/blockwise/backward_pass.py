@@ -20,7 +20,7 @@ from numpy_sdpa.blockwise.progress import Progress
 from numpy_sdpa.blockwise.running import Rows
 from numpy_sdpa.blockwise.slabs import Slab
 from numpy_sdpa.blockwise.tiles import counted_from, grid_of, in_groups, seen_tiles
-from numpy_sdpa.blockwise.workers import Buffers, OnceEach, blas
+from numpy_sdpa.blockwise.workers import Buffers, OnceEach
 from numpy_sdpa.chain import Differentiable
 from numpy_sdpa.residuals import Upstream
 from numpy_sdpa.visibility import Tile
@@ -33,9 +33,7 @@ def backward_slabs(
     slabs: list[Slab], arrays: Differentiable, results: Results, upstream: Upstream, options: Options
 ) -> Differentiable:
     """The gradients of a call's inputs."""
-    run = Backward(slabs, arrays, options)
-    with blas.single_threaded():
-        gradients, statistics = run.from_results(results, upstream)
+    gradients, statistics = Backward(slabs, arrays, options).from_results(results, upstream)
     if arrays.sinks is None:
         return gradients
     return gradients._replace(sinks=sinks_backward(slabs, arrays, statistics, options))
