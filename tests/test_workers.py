@@ -119,6 +119,25 @@ def test_an_error_wakes_those_who_wait_for_their_turn():
         team.run(work, range(2))
 
 
+def test_an_interrupt_while_a_helper_starts_leaves_nobody_behind(monkeypatch):
+    start, begun, ended = threading.Thread.start, threading.Event(), threading.Event()
+
+    def interrupted(thread):
+        start(thread)
+        begun.wait(30)
+        raise KeyboardInterrupt
+
+    def work(task, buffers):
+        begun.set()
+        time.sleep(0.1)
+        ended.set()
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers(2).run(work, range(9))
+    assert ended.is_set()
+
+
 def test_turns_are_taken_in_order():
     order, in_order = [], InOrder(threading.Event())
 

@@ -161,20 +161,19 @@ class Workers:
             threading.Thread(target=helper, name=f"numpy_sdpa-{number}", daemon=True)
             for number in range(1, min(self._count, len(tasks)))
         ]
-        started = []
         try:
             for thread in helpers:
                 thread.start()
-                started.append(thread)
             loop()
-            for thread in started:
+            for thread in helpers:
                 thread.join()
         except BaseException:  # also KeyboardInterrupt: nobody goes on in the background
             self._halt()
             raise
         finally:
-            for thread in started:
-                thread.join()
+            for thread in helpers:
+                if thread.is_alive():  # not every start need have come to its end
+                    thread.join()
             if first := next((error for error in errors if not isinstance(error, Stopped)), None):
                 raise first
         return results
