@@ -221,10 +221,10 @@ class Backward:
             )
         grad_query, grad_scale = folded_rows.finish()
         small.scale.append(grad_scale)
-        sees_nothing = of_rows.row_sum[..., 0] == 0
-        if (is_foldable | sees_nothing).all():
+        others = ~is_foldable & (of_rows.row_sum[..., 0] != 0)  # a row of nothing gives nothing
+        if not others.any():
             return grad_query
-        return self._options.xp.where(is_foldable[..., None], grad_query, self._running(block, ~is_foldable, small))
+        return self._options.xp.where(others[..., None], self._running(block, others, small), grad_query)
 
     def _running(self, block: "_Block", among: np.ndarray | None, small: _SmallGradients) -> Array:
         """The same by the steps, for all rows of the block or those where `among` (heads, rows) is True."""
