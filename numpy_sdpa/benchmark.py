@@ -18,7 +18,7 @@ import numpy as np
 
 import numpy_sdpa
 from numpy_sdpa._internal.namespace import computing
-from numpy_sdpa.blockwise.workers import Buffers, Workers, blas, default_workers
+from numpy_sdpa.blockwise.workers import Buffers, Workers, default_workers
 from numpy_sdpa.data import load_model_tensors
 
 Call = Callable[[], Any]
@@ -129,8 +129,7 @@ def products_alone(inputs: Inputs, workers: int) -> Call:
 
     def run() -> None:
         places = [(head, row) for head in range(inputs.query.shape[1]) for row in range(0, length, rows)]
-        with blas.single_threaded():
-            Workers(workers, lambda: computing(np, inputs.query)).run(tile_row, places)
+        Workers(workers, lambda: computing(np, inputs.query)).run(tile_row, places)
 
     return run
 

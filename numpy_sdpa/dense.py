@@ -74,10 +74,13 @@ def jvp(residuals: SDPAResiduals, directions: Differentiable) -> Tangents:
 def _tangents(
     residuals: SDPAResiduals, operands: Differentiable, directions: Differentiable, view: View
 ) -> tuple[chain.LogitsTangent, steps.SoftmaxTangents, Array]:
+    xp = view.xp
     stages = chain.logits_tangent(residuals.scores, operands, directions, view)  # 1
     sink_weight = _sink_weight(residuals, operands.sinks)
+    # a row of −∞ remains one, however fast its scores change
+    logits_tangent = steps.only_where(xp, residuals.lse[..., None] != -xp.inf, stages.logits)
     softmax = steps.softmax_tangent(  # 2
-        view.xp, residuals.weights, sink_weight, stages.logits, directions.sinks, view.visible
+        xp, residuals.weights, sink_weight, logits_tangent, directions.sinks, view.visible
     )
     output = chain.output_tangent(  # 3
         residuals.weights, operands.value, softmax.weights, directions.value, view

@@ -10,7 +10,8 @@ FORWARD = ("lse", "weights", "logits", "row_shift", "row_sum")
 def everything(query, key, value, options, upstream, directions=None):
     """output, FORWARD; grad_query …; with directions also tangent_output … and second_query …; None is left out."""
     output, residuals = numpy_sdpa.sdpa_forward(query, key, value, **options)
-    results = {"output": output} | {name: getattr(residuals, name) for name in FORWARD}
+    results = {"output": output}
+    results |= {name: array for name in FORWARD if (array := getattr(residuals, name)) is not None}
     upstream = {"grad_output": None, **upstream}
     grad_output = upstream.pop("grad_output")
     gradients = numpy_sdpa.sdpa_backward(grad_output, residuals, **upstream)

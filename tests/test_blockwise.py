@@ -280,6 +280,22 @@ def test_rows_whose_exponentials_all_leave_the_range(sign):
         np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-3 * largest, err_msg=name)
 
 
+@pytest.mark.parametrize("beside", [1.0, 60.0], ids=["a folded row", "a row beyond the folded range"])
+def test_a_row_of_nothing_gives_nothing_whatever_is_beside_it(beside):
+    """A query of −∞ sees keys, and 0 · ∞ in its part of their gradient would be NaN."""
+    rng = np.random.default_rng(0)
+    query, key, value, upstream = np.abs(rng.standard_normal((4, 1, 100, 4)))
+    query[0, 7] = beside
+    mask = np.ones((100, 100), dtype=bool)
+    mask[3] = False
+    expected = numpy_sdpa.sdpa_backward(upstream, numpy_sdpa.sdpa_forward(query, key, value, mask)[1])
+    query[0, 3] = -np.inf
+    residuals = numpy_sdpa.sdpa_forward(query, key, value, method="blockwise")[1]
+    assert residuals.lse[0, 3] == -np.inf
+    for name in ("query", "key", "value", "scale"):
+        assert_close(getattr(numpy_sdpa.sdpa_backward(upstream, residuals), name), getattr(expected, name), name)
+
+
 @pytest.mark.parametrize("value_size", [1e12, 1e-12])
 def test_upstream_gradients_that_only_the_division_by_the_row_sum_takes_out_of_range(value_size):
     """A row sum of e^-39 beneath 1e14, and one of e^38 beneath 1e-12, in float32: digits are kept all the same."""

@@ -60,6 +60,11 @@ def unaligned(array):
     return view
 
 
+def heads_last(array):
+    """(B, L, H, E) in memory, as most models make it."""
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, -3, -2)), -2, -3)
+
+
 LAYOUTS = [np.asfortranarray, negative_steps, every_second, last_axis_first, unaligned]
 
 
@@ -84,6 +89,31 @@ def test_strides_do_not_matter_at_sizes_where_blas_blocks(dtype):
     expected = run(case, dtype=dtype)
     for layout in LAYOUTS:
         assert_same_bits(run(case, layout, dtype), expected)
+
+
+def rows_repeated(array):
+    return np.broadcast_to(array[..., :1, :], array.shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("block_size", [None, 16], ids=["steps", "folded"])
+@pytest.mark.parametrize("lengths", [(1, 8), (1, 107), (7, 1), (130, 90)], ids=str)
+def test_strides_do_not_matter_to_tiles(lengths, block_size, dtype):
+    """A product with a vector is summed in another order where the matrix, or the vector, is strided or unaligned."""
+    length, key_length = lengths
+    options = {"method": "blockwise", "block_size": block_size}
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(1, 9, 2)
+        shapes = [
+            (2, 2, n, size)
+            for n, size in zip((length, key_length, key_length, length), sizes[[0, 0, 1, 1]], strict=True)
+        ]
+        arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+        for layout in (*LAYOUTS, heads_last, rows_repeated):
+            laid = [layout(array) for array in arrays]
+            expected = everything(*(array.copy() for array in laid[:3]), options, {"grad_output": laid[3].copy()})
+            assert_same_bits(everything(*laid[:3], options, {"grad_output": laid[3]}), expected)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

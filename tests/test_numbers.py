@@ -181,6 +181,28 @@ def test_a_row_of_nothing_but_minus_infinity_is_a_row_of_nothing(method, seen):
         assert residuals.row_shift[0] == 0
 
 
+@pytest.mark.parametrize("seen", [None, [True, True, True], [True, False, True]], ids=str)
+@pytest.mark.parametrize("first", [1e200, -np.inf])
+def test_a_row_of_nothing_but_minus_infinity_remains_one(first, seen):
+    """Its lse has no change, also along directions in which the change of its scores is past the range of the dtype."""
+    query, value = np.array([[first, 0], [0, 1]]), np.array([[1.0], [2.0], [4.0]])
+    key = np.array([[-1e200, 0], [-1e200, 1], [-1e200, 2]]) if first > 0 else np.ones((3, 2))
+    residuals = numpy_sdpa.sdpa_forward(query, key, value, seen)[1]
+    assert residuals.lse[0] == -np.inf
+    directions = {"query": np.nan_to_num(query), "key": key, "value": value}
+    tangents = numpy_sdpa.sdpa_jvp(residuals, **directions)
+    for array in tangents:
+        np.testing.assert_array_equal(array[0], 0)
+        assert np.isfinite(array[1]).all()
+    second = numpy_sdpa.sdpa_double_backward(np.ones((2, 1)), residuals, **directions)
+    np.testing.assert_array_equal(second.grad_output, tangents.output)
+    if np.isfinite(first):  # 0 · ∞ is NaN in the gradients of keys that it sees
+        alone = numpy_sdpa.sdpa_double_backward(np.array([[0.0], [1.0]]), residuals, **directions)
+        for name in ("query", "key", "value", "scale"):
+            np.testing.assert_array_equal(getattr(second, name), getattr(alone, name), err_msg=name)
+            assert np.isfinite(getattr(second, name)).all()
+
+
 def test_values_near_the_largest_number():
     """A mean of values is no larger than they: weights are normalised before the product."""
     largest = np.finfo(np.float32).max

@@ -119,6 +119,25 @@ def test_an_error_wakes_those_who_wait_for_their_turn():
         team.run(work, range(2))
 
 
+def test_an_interrupt_while_a_helper_starts_leaves_nobody_behind(monkeypatch):
+    start, begun, ended = threading.Thread.start, threading.Event(), threading.Event()
+
+    def interrupted(thread):
+        start(thread)
+        begun.wait(30)
+        raise KeyboardInterrupt
+
+    def work(task, buffers):
+        begun.set()
+        time.sleep(0.1)
+        ended.set()
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers(2).run(work, range(9))
+    assert ended.is_set()
+
+
 def test_turns_are_taken_in_order():
     order, in_order = [], InOrder(threading.Event())
 
@@ -185,6 +204,50 @@ def test_overlapping_calls_leave_blas_as_it_was(two_blas_threads):
     assert set(blas_threads()) == {2}
     with blas.single_threaded():
         assert set(blas_threads()) == {1}
+
+
+class OfEachThread:
+    """A BLAS on OpenMP: its number of threads belongs to the thread that sets it."""
+
+    threading_layer = "openmp"
+
+    def __init__(self):
+        self._own = threading.local()
+
+    @property
+    def num_threads(self):
+        return getattr(self._own, "count", 2)
+
+    def set_num_threads(self, count):
+        self._own.count = count
+
+
+def test_each_worker_holds_a_blas_on_openmp_to_one_thread(monkeypatch):
+    library, meet = OfEachThread(), threading.Barrier(3, timeout=30)
+    monkeypatch.setattr(blas, "_found", [library])
+    inside = workers(3).run(lambda task, buffers: meet.wait() >= 0 and library.num_threads, range(3))
+    assert inside == [1, 1, 1]
+    assert library.num_threads == 2
+
+
+def test_calls_that_begin_at_the_same_time_find_the_same_libraries(monkeypatch):
+    """A library that is loaded meanwhile would be one more for the second of them only."""
+    found = []
+
+    class Controller:
+        def select(self, user_api):
+            time.sleep(0.05)
+            found.append(OfEachThread())
+            return self
+
+        @property
+        def lib_controllers(self):
+            return list(found)
+
+    monkeypatch.setattr(blas, "_found", None)
+    monkeypatch.setattr(threadpoolctl, "ThreadpoolController", Controller)
+    workers(3).run(lambda task, buffers: time.sleep(0.2), range(3))
+    assert len(found) == 1
 
 
 def test_calls_at_the_same_time_are_equal_bit_for_bit(two_blas_threads):

@@ -13,7 +13,6 @@ from numpy_sdpa.blockwise.backward_pass import Backward, backward_slabs
 from numpy_sdpa.blockwise.forward_pass import forward_slabs
 from numpy_sdpa.blockwise.parts import Results, RowStatistics, empty_results, with_leading_axes
 from numpy_sdpa.blockwise.slabs import Slab, slabs_of
-from numpy_sdpa.blockwise.workers import blas
 from numpy_sdpa.chain import Differentiable
 from numpy_sdpa.residuals import SDPAResiduals, Upstream
 
@@ -55,8 +54,7 @@ def backward_from_rows(arrays: Any, options: Options, grad_output: Array, statis
         Without `sinks`, whose gradient belongs to whole rows.
     """
     run = Backward(slabs_of(options), with_leading_axes(arrays, options), options)
-    with blas.single_threaded():
-        return run.from_rows(grad_output, statistics)
+    return run.from_rows(grad_output, statistics)
 
 
 __all__ = [

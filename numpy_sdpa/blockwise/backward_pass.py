@@ -20,7 +20,7 @@ from numpy_sdpa.blockwise.progress import Progress
 from numpy_sdpa.blockwise.running import Rows
 from numpy_sdpa.blockwise.slabs import Slab
 from numpy_sdpa.blockwise.tiles import counted_from, grid_of, in_groups, seen_tiles
-from numpy_sdpa.blockwise.workers import Buffers, OnceEach, blas
+from numpy_sdpa.blockwise.workers import Buffers, OnceEach
 from numpy_sdpa.chain import Differentiable
 from numpy_sdpa.residuals import Upstream
 from numpy_sdpa.visibility import Tile
@@ -33,9 +33,7 @@ def backward_slabs(
     slabs: list[Slab], arrays: Differentiable, results: Results, upstream: Upstream, options: Options
 ) -> Differentiable:
     """The gradients of a call's inputs."""
-    run = Backward(slabs, arrays, options)
-    with blas.single_threaded():
-        gradients, statistics = run.from_results(results, upstream)
+    gradients, statistics = Backward(slabs, arrays, options).from_results(results, upstream)
     if arrays.sinks is None:
         return gradients
     return gradients._replace(sinks=sinks_backward(slabs, arrays, statistics, options))
@@ -223,10 +221,10 @@ class Backward:
             )
         grad_query, grad_scale = folded_rows.finish()
         small.scale.append(grad_scale)
-        sees_nothing = of_rows.row_sum[..., 0] == 0
-        if (is_foldable | sees_nothing).all():
+        others = ~is_foldable & (of_rows.row_sum[..., 0] != 0)  # a row of nothing gives nothing
+        if not others.any():
             return grad_query
-        return self._options.xp.where(is_foldable[..., None], grad_query, self._running(block, ~is_foldable, small))
+        return self._options.xp.where(others[..., None], self._running(block, others, small), grad_query)
 
     def _running(self, block: "_Block", among: np.ndarray | None, small: _SmallGradients) -> Array:
         """The same by the steps, for all rows of the block or those where `among` (heads, rows) is True."""

@@ -127,8 +127,8 @@ def _folded_range(rows: slice, heads: int) -> slice:
 
 
 def _product_operand(array: Array, dtype: DType, name: str, buffers: Buffers) -> np.ndarray:
-    """The matrix itself where BLAS can read it, else a copy in the compute dtype."""
-    if array.dtype == dtype and array.strides[-1] == array.itemsize and array.strides[0] > 0:
+    """The matrix itself or a copy, in the compute dtype and as `operand` would have it."""
+    if array.dtype == dtype and array.flags.c_contiguous and array.flags.aligned:
         return array
     copy = buffers.take(name, array.shape, dtype)
     np.copyto(copy, array, casting="same_kind")

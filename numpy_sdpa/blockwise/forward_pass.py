@@ -18,7 +18,7 @@ from numpy_sdpa.blockwise.progress import Progress
 from numpy_sdpa.blockwise.running import Partial
 from numpy_sdpa.blockwise.slabs import Slab
 from numpy_sdpa.blockwise.tiles import counted_from, grid_of, in_groups, seen_tiles
-from numpy_sdpa.blockwise.workers import Buffers, OnceEach, blas
+from numpy_sdpa.blockwise.workers import Buffers, OnceEach
 from numpy_sdpa.chain import Differentiable
 
 # With fewer blocks of rows than this, long rows are cut too, so that there is work for as many threads; each piece
@@ -35,8 +35,7 @@ class _RowTask(NamedTuple):
 
 def forward_slabs(slabs: list[Slab], arrays: Differentiable, results: Results, options: Options) -> None:
     """Fill the results of every slab."""
-    with blas.single_threaded():
-        _Forward(slabs, arrays, results, options).run()
+    _Forward(slabs, arrays, results, options).run()
 
 
 class _Forward:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpy_sdpa import chain
-from numpy_sdpa._internal.namespace import Array, astype, computing
+from numpy_sdpa._internal.namespace import Array, computing, operand
 from numpy_sdpa._internal.options import Options
 from numpy_sdpa.blockwise.running import shift_dtype
 from numpy_sdpa.blockwise.slabs import Slab
@@ -84,5 +84,6 @@ def operands_of_tile(
         value=inputs.value[..., tile.columns, :],
         bias=chain.tile_of_bias(inputs.bias, tile),
     )
-    operands = Differentiable(*(None if array is None else astype(array, options.compute_dtype) for array in operands))
+    xp, dtype = options.xp, options.compute_dtype
+    operands = Differentiable(*(None if array is None else operand(xp, array, dtype) for array in operands))
     return operands, chain.view_with(options, tile, visible, operands.alibi_slopes is not None)

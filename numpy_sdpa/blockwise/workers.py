@@ -144,7 +144,7 @@ class Workers:
         numbers = itertools.count()  # its next() is one step under the GIL
 
         def loop() -> None:
-            with self._computing(), _scratch() as buffers:
+            with blas.single_threaded(), self._computing(), _scratch() as buffers:
                 while not self._stop.is_set() and (number := next(numbers)) < len(tasks):
                     results[number] = work(tasks[number], buffers)
                     if progress is not None:
@@ -161,20 +161,19 @@ class Workers:
             threading.Thread(target=helper, name=f"numpy_sdpa-{number}", daemon=True)
             for number in range(1, min(self._count, len(tasks)))
         ]
-        started = []
         try:
             for thread in helpers:
                 thread.start()
-                started.append(thread)
             loop()
-            for thread in started:
+            for thread in helpers:
                 thread.join()
         except BaseException:  # also KeyboardInterrupt: nobody goes on in the background
             self._halt()
             raise
         finally:
-            for thread in started:
-                thread.join()
+            for thread in helpers:
+                if thread.is_alive():  # not every start need have come to its end
+                    thread.join()
             if first := next((error for error in errors if not isinstance(error, Stopped)), None):
                 raise first
         return results
@@ -185,37 +184,37 @@ class Workers:
 
 
 class _BLAS:
-    """BLAS on one thread while any call computes, and as it was when the last one has left.
+    """BLAS on one thread while any worker computes, and as it was when the last one has left.
 
     The number of threads belongs to the process, or, where BLAS runs on OpenMP, to the thread that sets it: so every
-    call sets it, and each sets its own back.
+    worker sets it, helpers too, and each sets its own back.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls = 0
-        self._before: list[int] = []  # of the process, when the first call came
+        self._inside = 0
+        self._before: list[int] = []  # of the process, when the first one came
         self._found: list[Any] | None = None
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
-        libraries = self._libraries()
         with self._lock:
+            libraries = self._libraries()
             own = [library.num_threads for library in libraries]
-            if self._calls == 0:
+            if self._inside == 0:
                 self._before = own
-            self._calls += 1
+            self._inside += 1
             for library in libraries:
                 _set_threads(library, 1)
         try:
             yield
         finally:
             with self._lock:
-                self._calls -= 1
+                self._inside -= 1
                 for library, mine, first in zip(libraries, own, self._before, strict=True):
                     if getattr(library, "threading_layer", None) == "openmp":
                         _set_threads(library, mine)
-                    elif self._calls == 0:
+                    elif self._inside == 0:
                         _set_threads(library, first)
 
     def _libraries(self) -> list[Any]:
