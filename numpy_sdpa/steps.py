@@ -292,7 +292,7 @@ def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: 
     row_shift = row_maximum(xp, logits)
     if sinks is not None:
         row_shift = xp.maximum(row_shift, row_maximum(xp, sinks[..., None, None]))
-    row_shift = only_where(xp, row_shift != -xp.inf, row_shift)
+    row_shift = finite_shift(xp, row_shift)
     exponentials = overwrite(xp, xp.exp, logits - row_shift)
     row_sum = xp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
@@ -303,16 +303,21 @@ def softmax_forward(xp: Namespace, logits: Array, sinks: Array | None, visible: 
 
 def softmax_weights(xp: Namespace, exponentials: Array, row_sum: Array, visible: Array | None) -> Array:
     """P = exp(Z − shift) / row_sum, over `exponentials`. A row that sees a NaN is NaN where it sees, 0 elsewhere."""
-    weights = overwrite(xp, xp.divide, exponentials, _divisor(xp, row_sum))
+    weights = overwrite(xp, xp.divide, exponentials, divisor(xp, row_sum))
     return mask_backward(xp, weights, visible)
 
 
 def log_sum_exp(xp: Namespace, row_shift: Array, row_sum: Array) -> Array:
     """lse = shift + log(row_sum), −∞ where the sum is 0."""
-    return xp.where(row_sum == 0, -xp.inf, row_shift + xp.log(_divisor(xp, row_sum)))
+    return xp.where(row_sum == 0, -xp.inf, row_shift + xp.log(divisor(xp, row_sum)))
 
 
-def _divisor(xp: Namespace, row_sum: Array) -> Array:
+def finite_shift(xp: Namespace, row_shift: Array) -> Array:
+    """The shift of a row; 0 for a row of −∞, whose exponentials are then 0."""
+    return only_where(xp, row_shift != -xp.inf, row_shift)
+
+
+def divisor(xp: Namespace, row_sum: Array) -> Array:
     """The sum of a row; 1 for a row of nothing, whose terms are all 0."""
     return xp.where(row_sum == 0, 1, row_sum)
 
@@ -356,7 +361,7 @@ def sink_weight(xp: Namespace, sinks: Array | None, row_shift: Array, row_sum: A
     """p_sink = exp(sink − shift) / row_sum, (…, rows, 1). A row's sum is 0 only where the sink is −∞."""
     if sinks is None:
         return None
-    return sink_exponential(xp, sinks, row_shift) / _divisor(xp, row_sum)
+    return sink_exponential(xp, sinks, row_shift) / divisor(xp, row_sum)
 
 
 def softmax_backward(

@@ -86,7 +86,7 @@ class Backward:
         xp, lse = self._options.xp, results.lse
         row_term = xp.zeros_like(lse)
         if upstream.lse is not None:
-            row_term = xp.where(lse == -xp.inf, 0, -upstream.lse)
+            row_term = steps.only_where(xp, lse != -xp.inf, -upstream.lse)
         statistics = RowStatistics(results.row_shift, results.row_sum, row_term)
         if upstream.output is None:
             return self.from_rows(xp.zeros_like(results.output), statistics), statistics

@@ -112,9 +112,9 @@ class _Forward:
         if sinks is not None:
             sinks = astype(sinks, self._options.compute_dtype)
             partial = running.join(xp, partial, running.of_sinks(xp, sinks, partial))
-        row_shift = xp.where(partial.row_shift == -xp.inf, 0, partial.row_shift)
+        row_shift = steps.finite_shift(xp, partial.row_shift)
         row_sum = partial.row_sum
-        xp.divide(partial.sums, xp.where(row_sum == 0, 1, row_sum), out=slab.queries(results.output)[..., rows, :])
+        xp.divide(partial.sums, steps.divisor(xp, row_sum), out=slab.queries(results.output)[..., rows, :])
         slab.rows(results.row_shift)[..., rows] = row_shift[..., 0]
         slab.rows(results.row_sum)[..., rows] = row_sum[..., 0]
         slab.rows(results.lse)[..., rows] = steps.log_sum_exp(xp, row_shift, row_sum)[..., 0]

@@ -59,7 +59,7 @@ def of_tile(operands: Differentiable, view: View) -> Partial:
     xp = view.xp
     logits = chain.logits_forward(operands, view).logits
     row_shift = steps.row_maximum(xp, logits)
-    exponentials = xp.exp(logits - _finite_shift(xp, row_shift))
+    exponentials = xp.exp(logits - steps.finite_shift(xp, row_shift))
     return Partial(
         sums=chain.output_forward(exponentials, operands.value, view),
         row_sum=xp.sum(exponentials, axis=-1, keepdims=True),
@@ -85,10 +85,6 @@ def join(xp: Namespace, a: Partial, b: Partial) -> Partial:
 def _factor(xp: Namespace, part_shift: Array, row_shift: Array) -> Array:
     """exp(part's shift − shift); 1 where both are the same infinity."""
     return xp.exp(xp.where(part_shift == row_shift, 0, part_shift - row_shift))
-
-
-def _finite_shift(xp: Namespace, row_shift: Array) -> Array:
-    return xp.where(row_shift == -xp.inf, 0, row_shift)
 
 
 def backward_of_tile(rows: Rows, operands: Differentiable, view: View) -> TileGradients:

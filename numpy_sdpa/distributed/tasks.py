@@ -138,9 +138,9 @@ def end_rows(call: Call, shape: tuple[int, ...], strips: list[Strip], sinks: Arr
         if sinks is not None:
             sinks = astype(sinks, call.compute_dtype)
             partial = running.join(xp, partial, running.of_sinks(xp, sinks, partial))
-        row_shift = xp.where(partial.row_shift == -xp.inf, 0, partial.row_shift)
+        row_shift = steps.finite_shift(xp, partial.row_shift)
         return {
-            "output": partial.sums / xp.where(partial.row_sum == 0, 1, partial.row_sum),
+            "output": partial.sums / steps.divisor(xp, partial.row_sum),
             "row_shift": row_shift[..., 0],
             "row_sum": partial.row_sum[..., 0],
             "lse": steps.log_sum_exp(xp, row_shift, partial.row_sum)[..., 0],
@@ -168,7 +168,7 @@ def begin_rows_backward(
     with computing(xp, strip.arrays["query"]):
         row_term = xp.zeros_like(known["lse"])
         if "grad_lse" in known:
-            row_term = xp.where(known["lse"] == -xp.inf, 0, -astype(known["grad_lse"], call.compute_dtype))
+            row_term = steps.only_where(xp, known["lse"] != -xp.inf, -astype(known["grad_lse"], call.compute_dtype))
         if grad_output is not None:
             reaching = _reaching(xp, call, grad_output, known["sees"])
             row_term = row_term + xp.sum(reaching * known["output"], axis=-1)
