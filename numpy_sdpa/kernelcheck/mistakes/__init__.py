@@ -5,8 +5,16 @@ one under ``@rewritten`` yields what a single result becomes, from the results o
 apply to a problem yields nothing, or changes nothing. The remedy is the sentence that the report prints.
 """
 
-from numpy_sdpa.kernelcheck.mistakes import backward  # after `forward`, which it imports: ties are in this order
+# Ties are in the order of these lines.
 from numpy_sdpa.kernelcheck.mistakes.forward import right_change
+
+# isort: split
+from numpy_sdpa.kernelcheck.mistakes import softmax
+
+# isort: split
+from numpy_sdpa.kernelcheck.mistakes import backward
+
+# isort: split
 from numpy_sdpa.kernelcheck.registry import MISTAKES
 
-__all__ = ["MISTAKES", "backward", "right_change"]
+__all__ = ["MISTAKES", "backward", "right_change", "softmax"]

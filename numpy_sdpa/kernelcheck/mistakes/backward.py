@@ -10,7 +10,7 @@ from numpy_sdpa._internal.shapes import sum_to_shape
 from numpy_sdpa.chain import Differentiable
 from numpy_sdpa.kernelcheck import kernel as right
 from numpy_sdpa.kernelcheck.kernel import Change, Forward, Kernel
-from numpy_sdpa.kernelcheck.mistakes.forward import replace_operands
+from numpy_sdpa.kernelcheck.mistakes.softmax import replace_operands
 from numpy_sdpa.kernelcheck.problem import INPUTS, Array, Problem
 from numpy_sdpa.kernelcheck.registry import Results, backward, rewritten
 
