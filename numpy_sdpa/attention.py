@@ -129,7 +129,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        As `scaled_dot_product_attention`, which has no blockwise method.
+        As `scaled_dot_product_attention`, but that ``method="blockwise"`` is none.
 
     Examples
     --------
@@ -160,7 +160,7 @@ def sdpa_forward(
     Raises
     ------
     TypeError, ValueError
-        As `scaled_dot_product_attention`, which has no blockwise method.
+        As `scaled_dot_product_attention`, but that ``method="blockwise"`` is none.
 
     Examples
     --------

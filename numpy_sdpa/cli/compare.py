@@ -55,11 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     from numpy_sdpa.kernelcheck import DumpError, compare
 
     if arguments.plot is not None:
-        check_plot(str(arguments.plot))
+        check_plot(arguments.plot)
     given: dict[str, Any] = {name: getattr(arguments, name) for name in (*_FLAGS, "alignment", "window", *_NUMBERS)}
     options = {name: value for name, value in given.items() if value is not None}
-    if arguments.plot:
-        check_plot(arguments.plot)
     try:
         report = compare(
             arguments.dump,
@@ -71,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     except DumpError as error:
         raise UsageError(str(error)) from error
     print(report.to_json() if arguments.json else report)
-    if arguments.plot:
+    if arguments.plot is not None:
         try:
             report.plot(arguments.plot)
         except OSError as error:

@@ -187,7 +187,7 @@ def make_case(
     >>> options, arrays["query"].dtype, arrays["output"].dtype
     ({'is_causal': True}, dtype('float16'), dtype('float64'))
     """
-    names = checked_features([features] if isinstance(features, str) else features)
+    names = checked_features(listed(features))
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     if dtype not in DTYPES:
@@ -210,6 +210,11 @@ def make_case(
 _HEADED = ("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value")
 
 
+def listed(names: str | Iterable[str]) -> Iterable[str]:
+    """One name alone is a list of it, not of its letters."""
+    return (names,) if isinstance(names, str) else names
+
+
 def checked_features(features: Iterable[str]) -> tuple[str, ...]:
     """Features by their own names, in the table's order."""
     names = {name.replace("-", "_") for name in features}
@@ -225,8 +230,7 @@ def checked_features(features: Iterable[str]) -> tuple[str, ...]:
 
 def feature_sets(features: str | Iterable[str] | None = None) -> Iterator[tuple[str, ...]]:
     """No feature, each alone, and all pairs that go together."""
-    chosen = [features] if isinstance(features, str) else features
-    names = FEATURES if chosen is None else [checked_features([name])[0] for name in chosen]
+    names = FEATURES if features is None else [checked_features([name])[0] for name in listed(features)]
     yield ()
     for name in names:
         yield (name,)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from numpy_sdpa.kernelcheck.cases import feature_sets, make_case
+from numpy_sdpa.kernelcheck.cases import feature_sets, listed, make_case
 from numpy_sdpa.kernelcheck.comparison import compare
 from numpy_sdpa.kernelcheck.problem import RESULTS
 from numpy_sdpa.kernelcheck.report import Diagnosis, KernelReport
@@ -160,10 +160,11 @@ def check_kernel(
     4 cases run, 0 wrong, 0 skipped.
     """
     layout = system(semantics).layout
-    sets = list(feature_sets((features,) if isinstance(features, str) else features))
-    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
+    sets = list(feature_sets(features))
     cases = tuple(
-        _case(kernel, chosen, dtype, semantics, layout, backward, seed, sizes) for dtype in dtypes for chosen in sets
+        _case(kernel, chosen, dtype, semantics, layout, backward, seed, sizes)
+        for dtype in listed(dtypes)
+        for chosen in sets
     )
     ran = [case for case in cases if case.skipped is None]
     return CheckReport(passed=bool(ran) and all(case.passed for case in ran), cases=cases)

@@ -28,9 +28,8 @@ def explained_by_half_sums(sample: Sample, names: set[str], dtype: str) -> dict[
     errors = {name: _distance(sample.given[name], sample.gold[name]) for name in names}
     for half_type in half_types:
         emulated = half_sum_results(sample, half_type)
-        if any(_is_where_nothing_is_summed(sample, name, emulated) for name in names):
-            continue
-        if any(_is_proportional(sample, name, emulated) for name in names):
+        other_causes = (_is_where_nothing_is_summed, _is_proportional)
+        if any(is_other(sample, name, emulated) for is_other in other_causes for name in names):
             continue
         sizes = {name: _distance(emulated[name], sample.gold[name]) for name in names if name in emulated}
         if names and sizes.keys() == names and all(_LEAST * sizes[n] <= errors[n] <= _MOST * sizes[n] for n in names):
