@@ -295,3 +295,9 @@ def generator(rng: Any) -> np.random.Generator:
 def random_direction(rng: np.random.Generator, size: int) -> np.ndarray:
     """Components of random sign, 1/2 to 3/2 in size: none is near zero, so that no entry goes unseen."""
     return rng.choice([-1.0, 1.0], size) * rng.uniform(0.5, 1.5, size)
+
+
+def unit_of(entries: np.ndarray) -> float:
+    """The largest |entry|, to divide by before squaring, as squares past 1e154 overflow; 1 where it is 0, ∞ or NaN."""
+    largest = float(np.max(np.abs(entries), initial=0.0))
+    return largest if 0 < largest < np.inf else 1.0

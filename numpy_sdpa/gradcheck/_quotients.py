@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numpy_sdpa.gradcheck._arrays import Argument
+from numpy_sdpa.gradcheck._arrays import Argument, unit_of
 
 # The entries of one gradient come from the same intermediate sums, so that each may be off by some roundings
 # of the largest. A quotient is never that exact, a complex step and a product with a tangent are. In 600
@@ -109,8 +109,7 @@ class Line:
         """The standard deviation of each result from those of the entries, which are independent."""
         if self.weights is None:
             return deviations
-        largest = np.max(deviations, initial=0.0)  # squares of numbers past 1e154 overflow
-        unit = largest if 0 < largest < np.inf else 1.0
+        unit = unit_of(deviations)
         return unit * np.sqrt(self.weights**2 @ (deviations / unit) ** 2)
 
     def change(self, direction: Direction, t: float) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numpy_sdpa.gradcheck._arrays import Argument, random_direction
+from numpy_sdpa.gradcheck._arrays import Argument, random_direction, unit_of
 from numpy_sdpa.gradcheck._problem import Problem, entry_index
 from numpy_sdpa.gradcheck._quotients import NOISE_FACTOR, Direction, Line
 from numpy_sdpa.gradcheck.report import DECISIVE_PART, RIGHT, UNDECIDED, WRONG, GradientRow
@@ -65,8 +65,7 @@ def _noise(line: Line, start: float, probe: np.ndarray) -> np.ndarray:
 def _norms(problem: Problem, entries: np.ndarray) -> np.ndarray:
     """The norm of each output."""
     parts = [problem.layout.part(output) for output in range(problem.layout.outputs)]
-    largest = float(np.max(np.abs(entries), initial=0.0))  # squares of numbers past 1e154 overflow
-    unit = largest if 0 < largest < np.inf else 1.0
+    unit = unit_of(entries)
     return np.array([unit * float(np.linalg.norm(entries[part] / unit)) for part in parts])
 
 
